@@ -162,8 +162,12 @@ async def check_process(scene: Scene) -> None:
         said = second.stdout.readline() if second.stdout else ""
         there("process: the port is taken", said, f"port {port} is taken")
         url = url_of(second)
+        await scene.browser.open("about:blank")
+        scene.browser.origin = url.partition("/?")[0]
         await scene.browser.open(url)
         there("process: the second serves", " ".join(await scene.texts("a.row")), "other")
+        await scene.browser.open("about:blank")
+        scene.browser.origin = scene.base
         await scene.browser.open(f"{scene.base}/run/finished")
         there("process: the first still does", await scene.main(), "finished")
     finally:

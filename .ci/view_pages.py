@@ -58,7 +58,7 @@ async def run_checks(scene: Scene, names: Collection[str]) -> None:
             await CHECKS[name](scene)
             problems = [each for each in scene.browser.problems if EXPECTED.get(name, "\0") not in each]
             same(f"{name}: problems that the browser had", problems, [])
-        except (AssertionError, TimeoutError, RuntimeError) as error:
+        except (AssertionError, LookupError, RuntimeError, TimeoutError, ValueError) as error:
             failed.append(name)
             print(f"FAILED {name}: {error}\n  the browser said {scene.browser.problems}", flush=True)
     if failed:
@@ -80,7 +80,7 @@ async def check_faults(base: Scene, folder: Path, cache: Path) -> list[str]:
                     browser=base.browser, url=url, source=folder, runs=base.runs, training=base.training
                 )
                 await run_checks(scene, [fault.check])
-        except (AssertionError, TimeoutError, RuntimeError) as error:
+        except AssertionError as error:
             print(f"fault {fault.name!r}: found: {error}", flush=True)
         else:
             print(f"fault {fault.name!r}: NOT found by {fault.check}", flush=True)

@@ -22,7 +22,7 @@ from view_browser import Browser
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = (sys.executable, "-m", "lockstep")
 TRAIN = (*COMMAND, "train", "grpo", "--recipe", "tiny", "--log.token_details", "true")
-CHART = "document.querySelector('.chart[data-metric=\"{}\"]')"
+CHART = "[...document.querySelectorAll('.chart[data-metric=\"{}\"]')].find(each => each.checkVisibility())"
 
 
 @dataclass(kw_only=True)

@@ -1,10 +1,10 @@
 """Does a run that hangs say which rank, and why?
 
-    python benchmarks/faults.py hangs --n 2 --resume benchmarks/results/hangs.json
+    python benchmarks/faults.py hangs --n 2 --resume benchmarks/results/hangs.json.gz
     python benchmarks/faults.py hangs --kind stopped --show
-    python benchmarks/faults.py overhead --resume benchmarks/results/hangs.json
-    python benchmarks/faults.py provider --resume benchmarks/results/hangs.json
-    python benchmarks/faults.py slow --n 1000 --resume benchmarks/results/hangs.json
+    python benchmarks/faults.py overhead --resume benchmarks/results/hangs.json.gz
+    python benchmarks/faults.py provider --resume benchmarks/results/hangs.json.gz
+    python benchmarks/faults.py slow --n 1000 --resume benchmarks/results/hangs.json.gz
 
 Each case is a run of `tiny.toml` (random weights, fsdp2, two ranks, gloo on the CPU) in which one rank has
 one fault, at one place of a step, under a watchdog of SECONDS. Judged are the rank and the cause that the run
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gzip
 import importlib.metadata
 import json
 import os
@@ -582,26 +583,30 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--show", action="store_true", help="show what the runs print")
     arguments = parser.parse_args(argv)
     known = arguments.resume is not None and arguments.resume.exists()
-    result = json.loads(arguments.resume.read_text()) if known else {"deadline_seconds": SECONDS, "cases": []}
+    result = (
+        json.loads(gzip.decompress(arguments.resume.read_bytes()))
+        if known
+        else {"deadline_seconds": SECONDS, "cases": []}
+    )
     if arguments.what == "overhead":
         result["overhead"] = overhead()
         print(
             f"faults: {result['overhead']['share']:.4%} of a step in the flight record: {result['overhead']}"
         )
         if arguments.resume is not None:
-            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+            arguments.resume.write_bytes(gzip.compress(json.dumps(result).encode(), mtime=0))
         return 0 if result["overhead"]["share"] <= MOST_OVERHEAD else 1
     if arguments.what == "provider":
         found = result["provider"] = provider()
         print(f"faults: {found['share']:.3%} of a step in the provider: {found}")
         if arguments.resume is not None:
-            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+            arguments.resume.write_bytes(gzip.compress(json.dumps(result).encode(), mtime=0))
         return 0 if found["share"] <= MOST_PROVIDER else 1
     if arguments.what == "slow":
         found = result["slow"] = slow(arguments.n)
         print(f"faults: {found}")
         if arguments.resume is not None:
-            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+            arguments.resume.write_bytes(gzip.compress(json.dumps(result).encode(), mtime=0))
         return 0 if found["status"] == 0 and found["steps"] == arguments.n else 1
     right = True
     for kind in [arguments.kind] if arguments.kind else EXPECTED:
@@ -611,7 +616,7 @@ def main(argv: Sequence[str]) -> int:
             result["cases"].append(one)
             print(f"{kind} {number + 1}: {'right' if one['right'] else 'WRONG'}, {one}", flush=True)
             if arguments.resume is not None:
-                arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+                arguments.resume.write_bytes(gzip.compress(json.dumps(result).encode(), mtime=0))
     total = len(result["cases"])
     good = sum(each["right"] for each in result["cases"])
     print(f"faults: {good} of {total} hangs with the right rank and cause")

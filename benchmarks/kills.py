@@ -1,7 +1,7 @@
 """Does a run that is killed at a random moment end, after --resume, as one that nobody disturbed?
 
-    python benchmarks/kills.py --n 20 --recipe tiny-ppo --resume benchmarks/results/kills.json
-    python benchmarks/kills.py --n 20 --ranks 2 --target one --resume benchmarks/results/kills.json
+    python benchmarks/kills.py --n 20 --recipe tiny-ppo --resume benchmarks/results/kills.json.gz
+    python benchmarks/kills.py --n 20 --ranks 2 --target one --resume benchmarks/results/kills.json.gz
     python benchmarks/kills.py --n 20 --ranks 2 --target one --peer-copy --resume benchmarks/results/heal.json
     python benchmarks/kills.py --n 20 --signal INT
 
@@ -21,6 +21,7 @@ was equal.
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
             "cases": cases,
         }
         known = args.resume is not None and args.resume.is_file()
-        before = json.loads(args.resume.read_text()) if known else []
+        before = json.loads(gzip.decompress(args.resume.read_bytes())) if known else []
         for number in range(args.n):
             moment = moments.uniform(0.0, seconds)
             one = moments if args.target == "one" else None
@@ -107,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
             print(number, json.dumps(cases[-1]), flush=True)
             shutil.rmtree(root / str(number), ignore_errors=True)
             if args.resume is not None:
-                args.resume.write_text(json.dumps([*before, result], indent=1) + "\n")
+                args.resume.write_bytes(gzip.compress(json.dumps([*before, result]).encode(), mtime=0))
     finally:
         shutil.rmtree(root, ignore_errors=True)
     equal = sum(each["equal"] for each in cases)

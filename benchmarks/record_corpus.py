@@ -3,7 +3,8 @@
     python benchmarks/record_corpus.py rows --out rows.jsonl
     torchrun --nproc-per-node 2 benchmarks/record_corpus.py run --rows rows.jsonl --out runs/corpus
     python benchmarks/record_corpus.py finish runs/corpus/recordings --out corpus
-    tar --sort=name --owner=0 --group=0 --numeric-owner -cJf src/lockstep/recording/corpus.tar.xz corpus
+    tar --sort=name --owner=0 --group=0 --numeric-owner -c corpus \\
+        | xz --lzma2=preset=9e,lc=2,lp=2,pb=2 > src/lockstep/recording/corpus.tar.xz  # numbers of four bytes
 
 `run` trains SmolLM2-135M on arithmetic and word problems: every rank samples half of the prompts, trains on
 half of the micro-batches, and gradients are added over ranks. `finish` replays every input on the bundled

@@ -6,6 +6,7 @@ reward model, and five preference losses.
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ def main() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    grpo, demo = read("demo-avx2.json"), read("ppo-demo-avx2.json")
-    roles = read("roles-demo-h200.json")
+    grpo, demo = read("demo-avx2.json.gz"), read("ppo-demo-avx2.json.gz")
+    roles = read("roles-demo-h200.json.gz")
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
     for runs, name, colour in ((grpo["runs"], "GRPO", "tab:blue"), (demo["runs"], "PPO", "tab:orange")):
         for number, run in enumerate(runs):
@@ -61,7 +62,8 @@ def running_mean(values: list[float]) -> list[float]:
 
 def read(name: str) -> dict[str, Any]:
     """One committed result."""
-    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    with gzip.open(RESULTS / name) as file:
+        found: dict[str, Any] = json.load(file)
     return found
 
 

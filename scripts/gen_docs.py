@@ -25,6 +25,7 @@ from pydantic_core import PydanticUndefined
 
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig
 from lockstep.config.base import OneOf
+from lockstep.config.declarations import engines
 from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.config.load import recipes, toml_value
 from lockstep.config.old_names import RENAMED
@@ -260,6 +261,19 @@ def support_page() -> str:
                     ("status", "combination", "note", "tested by"),
                     (support_line(row) for row in support_rows(BATCH_INVARIANT)),
                 ),
+                "While a trajectory waits for its environment, every engine works on others. What becomes of "
+                "the keys and values of its context, and whether the engine can pause between two tokens:",
+                table(
+                    ("engine", "where", "keys of a waiting trajectory", "pause"),
+                    (
+                        (f"`{name}`", place, keys, "yes" if place in engine.pauses else "no")
+                        for name, engine in engines().items()
+                        for place, keys in engine.waiting_keys.items()
+                    ),
+                ),
+                "*kept*: until their memory is needed for samples that run; then they are recomputed. "
+                "*prefix cache*: the engine's own cache decides, see `engine.prefix_caching`. *recomputed*: "
+                "each turn computes its whole context.",
             ]
         )
         + "\n"

@@ -13,9 +13,10 @@ from lockstep.config.algorithm import DPOConfig, RolloutCorrectionConfig
 from lockstep.config.batch import GenerateConfig, RewardRoleConfig, ScoreConfig
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig, check_engine
+from lockstep.config.environment import EnvironmentConfig
 from lockstep.config.ppo import PPOConfig, PPOKLConfig, PPORun
 from lockstep.config.record import RecordConfig
-from lockstep.config.rollout import RewardConfig, SamplingConfig
+from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
 from lockstep.config.rules import RULES, Rule, refuse
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.config.support import check_backend
@@ -98,10 +99,12 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             {"data": {"source": "ids", "shuffle": False}},
         ],
     ),
+    "environment": (EnvironmentConfig, [{"name": "Calculator"}]),
     "record": (RecordConfig, [{"first_step": 3, "last_step": 2}]),
     "reward_model": (RewardRoleConfig, [{"name": "m", "aggregation": "min"}]),
     "rewards": (RewardConfig, [{"name": "math", "secrets": {"key": "env:KEY"}}]),
     "rewards (http)": (RewardConfig, [{"name": "http"}]),
+    "rollout": (RolloutConfig, [{"max_trajectory_tokens": 100}]),
     "rollout.sampling": (SamplingConfig, [{"min_tokens": 9, "max_tokens": 8}, {"top_k": 0}]),
     "run": (SFTRun, [{"train": {"min_lr_ratio": 0.1, "schedule": "constant"}}]),
     "run (dpo)": (DPORun, [{"algorithm": {"name": "kto"}, "batch_size": 1}]),

@@ -1,11 +1,12 @@
 import gzip
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 from raising import raises
 
-from lockstep.config.declarations import own_rows
+from lockstep.config.declarations import engines, own_rows
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import (
     AXES,
@@ -214,3 +215,12 @@ def test_rows_of_a_part_of_the_users_are_tried_with_ours():
     for wrong in ([OWN | {"dtpye": []}], [{"status": "unsupported", "reason": "why"}], 3, ["x"]):
         with raises(ConfigError, "wrong-part: m:C"):
             own_rows(wrong, axis="backend", name="m:C")
+
+
+def test_engines_say_what_becomes_of_a_waiting_trajectory_and_whether_they_pause():
+    for engine in engines().values():
+        assert engine.waiting_keys.keys() == engine.settings.keys() >= set(engine.pauses)
+        module, _, name = engine.object.partition(":")
+        made = getattr(importlib.import_module(module), name)
+        assert getattr(made, "pauses", False) == ("embedded" in engine.pauses)
+    assert engines()["native"].waiting_keys["embedded"] == "kept"

@@ -29,20 +29,20 @@ def test_plain_text_gets_one_bos(bos_tokenizer):
 
 def test_a_template_that_writes_bos_gets_no_second(bos_tokenizer):
     chat = ChatFormat(DataConfig(chat_template=WITH_BOS), bos_tokenizer)
-    assert chat.encode(chat.render(USER, generate=True, where="row 0")) == [1, 3, 4]
+    assert chat.encode(chat.render(USER, generate=True, where="row 0").text) == [1, 3, 4]
 
 
 def test_a_template_without_bos_is_left_as_it_is(bos_tokenizer):
     chat = ChatFormat(
         DataConfig(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), bos_tokenizer
     )
-    assert chat.encode(chat.render(USER, generate=True, where="row 0")) == [3, 4]
+    assert chat.encode(chat.render(USER, generate=True, where="row 0").text) == [3, 4]
 
 
 def test_auto_without_a_template_is_plain_text_of_one_turn(bos_tokenizer):
     chat = ChatFormat(DataConfig(), bos_tokenizer)
     assert chat.template is None
-    assert chat.render(USER, generate=True, where="x") == "a b"
+    assert chat.render(USER, generate=True, where="x").text == "a b"
     with raises(DataError, "no-chat-template: row 3"):
         chat.render(USER * 2, generate=True, where="row 3")
     with raises(ConfigError, "no-effect: data.system_prompt"):
@@ -54,7 +54,7 @@ def test_a_template_from_a_file_and_its_switches(tokenizer, tmp_path):
     path.write_text("{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}")
     for value, text in ((True, "a b<think>"), (False, "a b")):
         config = DataConfig(chat_template=str(path), chat_template_kwargs={"enable_thinking": value})
-        assert ChatFormat(config, tokenizer).render(USER, generate=True, where="x") == text
+        assert ChatFormat(config, tokenizer).render(USER, generate=True, where="x").text == text
     typo = DataConfig(chat_template=str(path), chat_template_kwargs={"enable_thnking": True})
     with raises(ConfigError, "no-effect: data.chat_template_kwargs.enable_thnking"):
         ChatFormat(typo, tokenizer)

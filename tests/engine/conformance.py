@@ -15,6 +15,7 @@ weights that the engine must hold. Nothing here compares an engine with itself a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import threading
 import time
@@ -479,6 +480,30 @@ def test_turns_go_on_behind_what_others_wrote(subject):
             subject.engine.continue_(done, reply, sampling=settings(late, max_tokens=4))
     assert set(turns.values()) == {3} and len(turns) == 25
     assert subject.engine.stats().queued == 0
+
+
+def test_a_held_turn_is_waited_for_and_goes_on_like_any_other(subject):
+    """Its reply comes from another thread, when nothing else is left."""
+    ours = subject.ours
+    asked = request(prompt(20), range(3), temperature=subject.hottest() if ours else 0.0, max_tokens=5)
+    more = settings(asked, max_tokens=6)
+    subject.engine.submit(asked)
+    threads, turns = [], {}
+    for done in subject.engine.finished():
+        turns.setdefault(done.sample, []).append(done.completion)
+        if done.sample == 1 and len(turns[1]) == 1:
+            subject.engine.hold(done, seconds=60)
+            go_on = functools.partial(subject.engine.continue_, done, prompt(3), sampling=more)
+            threads.append(threading.Timer(0.3, go_on))
+            threads[-1].start()
+    first, second = turns[1]
+    assert [len(found) for found in turns.values()].count(1) == 2
+    context = (*first.prompt_token_ids, *first.token_ids, *prompt(3))
+    assert second.prompt_token_ids == context and len(second.token_ids) == 6
+    assert gaps(subject.model, second, asked.sampling.temperature).max() <= subject.tolerance
+    assert subject.engine.stats().queued == 0
+    for thread in threads:
+        thread.join()
 
 
 def test_a_refused_request_or_turn_leaves_the_others_alone(subject):

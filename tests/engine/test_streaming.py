@@ -8,6 +8,7 @@ from sampled import completion
 
 from lockstep.engine.streaming import Streaming, turn_seed
 from lockstep.errors import EngineError
+from lockstep.protocols.engine import Finished
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
 ONE = SamplingParams(max_tokens=1)
@@ -128,8 +129,8 @@ def test_the_end_of_a_stream_does_not_take_what_came_after_it():
     engine.submit(request(1))
     plain = engine._next
 
-    def next_and_submit():
-        found = plain()
+    def next_and_submit(**how):
+        found = plain(**how)
         if found is None:
             thread = threading.Thread(target=engine.submit, args=(request(2),))
             thread.start()
@@ -140,6 +141,32 @@ def test_the_end_of_a_stream_does_not_take_what_came_after_it():
     assert len(list(engine.finished())) == 1
     del engine._next
     assert [done.completion.prompt_token_ids for done in engine.finished()] == [(2,)]
+
+
+def test_a_held_sample_keeps_the_stream_and_is_dropped_with_it():
+    engine = Echo()
+    engine.submit(request(1, seeds=(4, 5)))
+    for done in engine.finished(wait=False):
+        engine.hold(done)
+    assert engine.ends == 0
+    with raises(EngineError, "wrong-state"):
+        engine.generate([request(1)])
+    engine.continue_(done, (3,), sampling=ONE)
+    (again,) = engine.finished(wait=False)
+    assert again.completion.prompt_token_ids == (1, 5, 3) and engine.ends == 0
+    other = Finished(handle=done.handle, sample=0, completion=done.completion)
+    engine.release(other)  # by name: the handle and the sample
+    assert engine.ends == 1 and engine.generate([request(1)])
+    engine.submit(request(1, seeds=(4, 5)))
+    stream = engine.finished()
+    engine.hold(next(stream))
+    stream.close()
+    assert engine.generate([request(1)])
+
+
+def test_an_engine_without_a_token_border_says_that_it_cannot_pause():
+    with raises(EngineError, "unsupported-combination", setting="engine.name"):
+        Echo().pause()
 
 
 def test_what_was_aborted_can_go_on_in_the_same_stream():

@@ -316,4 +316,4 @@ def test_a_chat_template_has_budgets(tiny: Path, template: str) -> None:
     said = str(error.value)
     assert said.startswith("row 3: ") and "the chat template" in said and "\x1b" not in said
     plain = ChatFormat(DataConfig(), tokenizer)
-    assert plain.render([message], generate=True, where="row 4") == "<|user|>hi<|end|><|assistant|>"
+    assert plain.render([message], generate=True, where="row 4").text == "<|user|>hi<|end|><|assistant|>"

@@ -11,7 +11,7 @@ from raising import raises
 from lockstep import Environment
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
-from lockstep.errors import ConfigError, DataError, EngineError, RewardError
+from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.loops import train_online
 from lockstep.observe.run_history import read_lines
 from lockstep.rollout.environment import Sampler, Trajectories
@@ -97,13 +97,14 @@ def test_the_same_environment_goes_on_exactly_when_it_is_resumed(tmp_path: Path)
     assert whole == cut
 
 
-def test_a_reply_beyond_the_budget_and_a_reward_that_is_no_number_end_the_run(tmp_path: Path) -> None:
-    with raises(EngineError, "too-long") as caught:
-        train_online(run_of(tmp_path / "long"), environment=Asks(reply=[5] * 8))
-    assert (
-        "a reply of 8 tokens leaves no room for a turn, because only 8 of rollout.sampling.max_tokens = 12"
-        in str(caught.value)
-    )
+def test_a_reply_beyond_the_budget_ends_its_trajectory_and_a_reward_that_is_no_number_the_run(
+    tmp_path: Path,
+) -> None:
+    environment = Asks(reply=[5] * 8)
+    train_online(run_of(tmp_path / "long", steps=1), environment=environment)
+    assert {(len(t.spans), t.end, t.finish_reason) for t in environment.seen} == {(2, "tokens", "length")}
+    (step,) = read_lines(tmp_path / "long" / "metrics.jsonl")
+    assert step["rollout/truncated"] == 1.0 and step["input/trained_tokens"] == 2 * 4 * 4
 
     class Infinite(Asks):
         def score(self, groups: Sequence[Trajectories]) -> list[list[float]]:
@@ -140,3 +141,56 @@ def test_what_the_environment_takes_the_place_of_is_not_read(tmp_path: Path) -> 
     assert "held_out of Asks returned no tasks" in str(caught.value)
     with raises(DataError, "too-long"):
         train_online(run_of(tmp_path / "long", **{"data.max_prompt_tokens": 2}), environment=Asks())
+
+
+class Talks(Asks):
+    """Replies until there is no room for another turn."""
+
+    async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
+        await sample()
+        while True:
+            await sample(self.reply)
+
+
+class Branches(Asks):
+    """The second turn has another context, in which the first one is repeated."""
+
+    async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
+        trajectory = await sample()
+        return await sample.branch((5, *trajectory.token_ids, 6))
+
+
+def test_turns_and_trajectories_have_limits_of_their_own(tmp_path: Path) -> None:
+    limits = {
+        "steps": 1,
+        "rollout.sampling.max_tokens": 4,
+        "rollout.max_trajectory_tokens": 20,
+        "rollout.max_turns": 3,
+    }
+    run = run_of(tmp_path / "turns", **limits)
+    assert run.longest_unit == run.longest_sequence == run.data.max_prompt_tokens + 20
+    assert run.eval_tokens(2) == (8, 40)
+    by_turns, by_tokens = Talks(), Talks()
+    train_online(run, environment=by_turns)
+    assert {(t.turns, t.added_tokens, t.end) for t in by_turns.seen} == {(3, 4 + 3 + 4 + 3 + 4, "turns")}
+    (step,) = read_lines(tmp_path / "turns" / "metrics.jsonl")
+    assert step["rollout/turns"] == step["rollout/turns_max"] == 3
+    assert step["rollout/ended_turns"] == step["rollout/truncated"] == 1.0 and step["rollout/ended_done"] == 0
+    assert step["input/longest_document"] == 3 + 18 and step["time/environment"] > 0
+    assert step["engine/recomputed_tokens"] == 8 * (7 + 14)  # hf keeps no keys between turns
+    run = run_of(tmp_path / "tokens", **limits | {"rollout.max_trajectory_tokens": 13})
+    train_online(run, environment=by_tokens)
+    # 4 + 3 + 4, and no room for 3 more and a token
+    assert {(t.turns, t.added_tokens, t.end) for t in by_tokens.seen} == {(2, 11, "tokens")}
+
+
+def test_a_branched_trajectory_is_trained_once_and_counts_once(tmp_path: Path) -> None:
+    limits = {"steps": 1, "rollout.sampling.max_tokens": 4, "rollout.max_trajectory_tokens": 20}
+    environment = Branches()
+    train_online(run_of(tmp_path / "run", **limits), environment=environment)
+    (step,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert step["rollout/samples"] == step["rollout/branches"] == 8
+    assert step["input/documents"] == 16 and step["input/trained_tokens"] == 8 * (4 + 4)
+    assert step["logprob_gap_max"] < 1e-4
+    rows = list(read_lines(tmp_path / "run" / "rollouts" / "step-000000.jsonl"))
+    assert [row["spans"] for row in rows] == [[["policy", 4], ["prompt", 9], ["policy", 4]]] * 8

@@ -38,7 +38,12 @@ STATS = EngineStats(
     kv_cache_bytes=2**40,
 )
 LATER = replace(COMPLETION, prompt_token_ids=(1, 2, 3, 2**31, 6), token_ids=(), logprobs=())
-TURNS = (Trajectory.of(COMPLETION), Trajectory.of(COMPLETION).continued((6,), LATER))
+TURNS = (
+    Trajectory.of(COMPLETION),
+    Trajectory.of(COMPLETION).continued((6,), LATER),
+    Trajectory.of(COMPLETION).branched(replace(COMPLETION, prompt_token_ids=(1, 5))),
+)
+PROMPTS = [Prompt(index=7, token_ids=(9,), text=""), Prompt(index=8, token_ids=(1, 2), text="")]
 SHARE = Share(
     numbers=(0, 1),
     rollouts=(None, tuple(Rollout(trajectory=t, reward=1 / 3, rewards={"math": 1.0}) for t in TURNS)),
@@ -49,7 +54,7 @@ SHARE = Share(
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (SentShare.of(SHARE), SentShare),
+        (SentShare.of(SHARE, PROMPTS), SentShare),
         ((STATS, STATS), tuple[EngineStats, EngineStats]),
         ([COMPLETION], list[Completion]),
         ({"a": 5e-324, "b": -0.0, "c": 1.7976931348623157e308}, dict[str, float]),
@@ -65,9 +70,12 @@ def test_an_object_comes_back_as_it_was(value: Any, kind: Any) -> None:
 
 
 def test_a_share_gets_its_tokens_and_prompts_back() -> None:
-    prompts = [Prompt(index=7, token_ids=(9,), text=""), Prompt(index=8, token_ids=(1, 2), text="")]
-    assert SentShare.of(SHARE).share.rollouts[1][0].trajectory.token_ids == ()
-    assert repr(SentShare.of(SHARE).received(prompts)) == repr(SHARE)
+    sent = SentShare.of(SHARE, PROMPTS)
+    assert [len(rollout.trajectory.token_ids) for rollout in sent.share.rollouts[1]] == [0, 0, 0]
+    assert (
+        len(sent.token_ids) == 4 * sum(len(t.added_token_ids) for t in TURNS) + 4 * 2
+    )  # the branch's context
+    assert repr(sent.received(PROMPTS)) == repr(SHARE)
 
 
 def test_what_is_not_a_number_comes_back() -> None:

@@ -15,7 +15,7 @@ from lockstep.config.algorithm import PER_STEP, GRPOConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.ops.advantages import batch_mean_std, group_mean, normalize_then_sum, reward_to_go
 from lockstep.ops.losses import kl_k1, loss_weights, overlong_penalty
-from lockstep.schema.batch import RolloutSample, TrainSample
+from lockstep.schema.batch import RolloutSample, TrainSample, trajectory_slices
 from lockstep.schema.rollout import RolloutGroup
 
 
@@ -115,19 +115,18 @@ class PolicyAlgorithm:
         ref_logprobs: Sequence[Tensor] | None,
     ) -> tuple[list[RolloutGroup], list[Tensor]]:
         """Return the groups with the algorithm's own rewards added, and per rollout the KL penalty of each
-        policy token: [n], -coef * KL, or 0 without KL in the reward."""
+        policy token, over its parts in order: [n], -coef * KL, or 0 without KL in the reward."""
         penalties = [torch.zeros(sample.num_trained) for sample in samples]
         if self._kl_in_reward:
             penalties = self._kl_penalties(samples, ref_logprobs)
+        penalties = [torch.cat(penalties[parts]) for parts in trajectory_slices(samples)]
         if self._kl_in_reward or self._overlong_penalty:
-            groups = self._shaped(groups, samples, penalties)
+            groups = self._shaped(groups, penalties)
         return list(groups), penalties
 
-    def _shaped(
-        self, groups: Sequence[RolloutGroup], samples: Sequence[RolloutSample], penalties: Sequence[Tensor]
-    ) -> list[RolloutGroup]:
+    def _shaped(self, groups: Sequence[RolloutGroup], penalties: Sequence[Tensor]) -> list[RolloutGroup]:
         """Return the groups with the algorithm's own rewards added."""
-        lengths = torch.tensor([sample.num_trained for sample in samples])
+        lengths = torch.tensor([len(penalty) for penalty in penalties])
         limits = {"max_tokens": self.max_tokens, "buffer_tokens": self._buffer_tokens}
         overlong = overlong_penalty(lengths, penalty=self._overlong_penalty, **limits).tolist()
         shaped, index = [], itertools.count()
@@ -198,7 +197,12 @@ class PolicyAlgorithm:
                 torch.zeros_like(mask) if isinstance(sample, RolloutSample) and sample.truncated else mask
                 for mask, sample in zip(masks, samples, strict=True)
             ]
-        return loss_weights(masks, aggregation=self.config.aggregation, max_tokens=self.max_tokens)
+        return loss_weights(
+            masks,
+            aggregation=self.config.aggregation,
+            max_tokens=self.max_tokens,
+            sequences=trajectory_slices(samples),
+        )
 
     def loss(self) -> PolicyLoss:
         """Return the loss. With sequence-level ratios or corrections it is not separable: each call must

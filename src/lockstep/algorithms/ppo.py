@@ -17,7 +17,7 @@ from lockstep.errors import CheckpointError, TrainError
 from lockstep.ops.advantages import batch_mean_std, gae, value_loss
 from lockstep.ops.masks import masked
 from lockstep.protocols.train import Estimates, LossOutput, StepStats
-from lockstep.schema.batch import PackedBatch, RolloutSample, ValueBatch
+from lockstep.schema.batch import PackedBatch, RolloutSample, ValueBatch, trajectory_slices
 from lockstep.schema.rollout import Rollout, RolloutGroup
 
 WHITENING_EPS = 1e-8
@@ -74,11 +74,11 @@ class PPO(PolicyAlgorithm):
             )
         shaped, penalties = self.shaped(self._scaled(groups), samples, ref_logprobs)
         metrics = self._adapt_kl(penalties) if self._kl_in_reward else {}
-        lengths = [sample.num_trained for sample in samples]
+        lengths = [len(penalty) for penalty in penalties]
         scan = _Scan(
             token_rewards=_token_rewards(shaped, penalties),
             values=_flat([value[sample.loss_mask] for value, sample in zip(values, samples, strict=True)]),
-            final_values=self._final_values(groups, values),
+            final_values=self._final_values(groups, [values[p.stop - 1] for p in trajectory_slices(samples)]),
             cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
             gamma=self.options.gamma,
         )
@@ -89,8 +89,8 @@ class PPO(PolicyAlgorithm):
             advantages = batch_mean_std(advantages, eps=WHITENING_EPS)
         return Estimates(
             groups=shaped,
-            advantages=_by_slot(advantages, samples, lengths),
-            returns=_by_slot(returns, samples, lengths),
+            advantages=_by_slot(advantages, samples),
+            returns=_by_slot(returns, samples),
             metrics=metrics,
         )
 
@@ -129,7 +129,8 @@ class PPO(PolicyAlgorithm):
         return dataclasses.replace(rollout, reward=reward, rewards={**rollout.rewards, **extra})
 
     def _final_values(self, groups: Sequence[RolloutGroup], values: Sequence[Tensor]) -> Tensor | None:
-        """Return [S], the value after the last token of each rollout. None: 0 for all."""
+        """Return [S], the value after the last token of each rollout. None: 0 for all. values: of the last
+        part of each."""
         if not self.options.bootstrap_truncated:
             return None
         ends = [each.trajectory.finish_reason == "length" for group in groups for each in group.rollouts]
@@ -229,10 +230,10 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.double() for part in parts]) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _by_slot(flat: Tensor, samples: Sequence[RolloutSample], lengths: Sequence[int]) -> list[Tensor]:
+def _by_slot(flat: Tensor, samples: Sequence[RolloutSample]) -> list[Tensor]:
     """Place [N] values of all trained tokens in [L] float32 per sample, 0 in the other slots."""
-    placed = []
-    for sample, part in zip(samples, flat.split(list(lengths)), strict=True):
+    placed, lengths = [], [sample.num_trained for sample in samples]
+    for sample, part in zip(samples, flat.split(lengths), strict=True):
         placed.append(torch.zeros(len(sample)))
         placed[-1][sample.loss_mask] = part.float()
     return placed

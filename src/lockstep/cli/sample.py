@@ -23,6 +23,7 @@ from lockstep.observe.text import echo
 if TYPE_CHECKING:
     from lockstep.cli.common_model import OpenModel
     from lockstep.data.chat import ChatFormat
+    from lockstep.observe.template_renderer import Rendered
     from lockstep.schema.rollout import Completion, Prompt, SamplingParams
 
 SAMPLE_HELP = """`lockstep sample`: print completions of a run's checkpoint, or of any model.
@@ -124,10 +125,10 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
     vocab_size = text_config(opened.model.module).vocab_size
     if args.prompt is not None:
         chat = opened.chat_format()
-        text = chat.render(
+        rendered = chat.render(
             chat.with_system([{"role": "user", "content": args.prompt}]), generate=True, where="--prompt"
         )
-        ids = chat.encode(text)
+        text, ids = rendered.text, chat.encode(rendered.text, rendered.plain)
         check_known(ids, vocab_size, tokenizer=opened.model.tokenizer, model=opened.source, where="--prompt")
         return [Prompt(index=0, token_ids=tuple(ids), text=text, where="--prompt")]
     run = opened.run
@@ -251,38 +252,46 @@ class Chat:
 
         Ctrl-C ends the answer; what was printed of it is kept.
         """
+        from lockstep.rollout.environment import Environment, TrajectoryRules
+        from lockstep.rollout.episodes import at_once, run_episodes
         from lockstep.rollout.sampler import sample_seed
-        from lockstep.schema.rollout import GenerationRequest
+        from lockstep.schema.rollout import Prompt
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        ids = self._format.encode(self._render(messages))
+        rendered = self._render(messages)
+        ids = self._format.encode(rendered.text, rendered.plain)
         if len(ids) >= self._max_positions:
             raise ConfigError(
                 f"too-long: the conversation has {len(ids)} tokens, but the model has only "
                 f"{self._max_positions} positions; start over with /reset"
             )
-        request = GenerationRequest(
-            prompt_token_ids=tuple(ids),
-            sampling=self._sampling,
-            seeds=(sample_seed(self._seed, CHAT_STEP, self._turn, 0),),
-        )
+        prompt = Prompt(index=0, token_ids=tuple(ids), text="")
+        seed = sample_seed(self._seed, CHAT_STEP, self._turn, 0)
         decoding = self._engine.decoding(self._sampling)
         assert decoding is not None, "a model without a tokenizer has no chat format"
         printer = Printer(decoding)
         try:
             self._engine.on_token = lambda _, __, ids: printer.show(ids)
-            completion = self._engine.generate([request])[0][0]
-            printer.finish(completion.text or "")
+            ((answer,),) = run_episodes(
+                self._engine,
+                Environment(),
+                at_once([(prompt, (seed,))]),
+                rules=TrajectoryRules.of(self._sampling),
+                on_end=lambda *_: None,
+            )
+            printer.finish(answer.text or "")
         except KeyboardInterrupt:
             echo(" (stopped)", end="")
         echo(flush=True)
         self._turn += 1
         self._messages = [*messages, {"role": "assistant", "content": printer.text}]
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, str]]) -> Rendered:
         """The conversation as text; a model without a chat template goes on writing after the last line."""
+        from lockstep.observe.template_renderer import Rendered
+
         if self._format.template is None:
-            return "".join(message["content"] for message in messages)
+            return Rendered(text="".join(message["content"] for message in messages))
         return self._format.render(self._format.with_system(messages), generate=True, where="conversation")
 
 

@@ -123,12 +123,18 @@ class Config(Record):
     section: ClassVar[str | None] = None
     """Dotted path of the table in a run that has this type, "" for a run: of those with renamed settings."""
 
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return settings as they are checked: short forms written out, and what is not set where it depends
+        on what is."""
+        return values
+
     if not TYPE_CHECKING:
 
         def __init__(self, **values: Any) -> None:
             if self.section is not None:
                 values = current(values, origin=type(self).__name__, section=self.section)
-            super().__init__(**values)
+            super().__init__(**self.completed(values))
 
         # Otherwise pydantic would validate JSON through it, as Python values, and refuse lists for tuples.
         __init__.__pydantic_base_init__ = True

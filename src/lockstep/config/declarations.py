@@ -163,8 +163,14 @@ class EngineDeclaration(Declaration):
     keeps_cache: bool = False
     """Its KV cache, and its CUDA graphs, stay between rollouts."""
     settings: dict[str, tuple[str, ...]]
-    """Ways in which it may run ("embedded"; or "in process", "started", "at a url") -> settings of
-    EngineConfig that then have an effect."""
+    """Where it may run ("embedded"; or "in process", "started", "at a url") -> settings of EngineConfig that
+    have an effect there."""
+    waiting_keys: dict[str, Literal["kept", "prefix cache", "recomputed"]]
+    """Where it may run -> what becomes of the keys of a trajectory that waits for its environment. kept: they
+    stay until others need their memory. prefix cache: the engine's own cache decides. recomputed: each turn
+    computes its whole context."""
+    pauses: tuple[str, ...] = ()
+    """Where it can pause between two tokens."""
 
 
 class KernelDeclaration(Declaration):

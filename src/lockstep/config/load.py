@@ -324,6 +324,8 @@ def check(values: Mapping[str, Any], model: type[AnyConfig], *, origin: str) -> 
     problems = list(unusable(values))
     if issubclass(model, Config) and model.section is not None:
         values = current(values, origin=origin, section=model.section)
+    if issubclass(model, Config):
+        values = model.completed(values)
     checked = None
     if not problems:
         problems, known = unknown_keys(values, model)

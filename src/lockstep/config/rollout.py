@@ -77,8 +77,31 @@ class RolloutConfig(Config):
     group_size: PositiveInt = 8
     """Samples per prompt."""
     sampling: SamplingConfig = SamplingConfig()
+    max_turns: PositiveInt = 8
+    """Environments of several turns: maximum number of turns of the policy in a trajectory."""
+    max_trajectory_tokens: PositiveInt | None = None
+    """Environments of several turns: maximum length of a trajectory after its prompt, in tokens: all turns of
+    the policy and all replies. sampling.max_tokens then limits each turn. If unset, sampling.max_tokens
+    limits all turns and replies together."""
+    wait_seconds: Seconds = 600.0
+    """Environments of several turns: deadline in seconds for what an environment does between two turns."""
     save: bool = True
     """Keep every rollout as JSONL under rollouts/."""
+
+    @property
+    def trajectory_tokens(self) -> int:
+        """Most tokens of a trajectory after its prompt."""
+        return self.max_trajectory_tokens or self.sampling.max_tokens
+
+    @property
+    def length_setting(self) -> str:
+        """Which setting decides that."""
+        return "rollout." + ("max_trajectory_tokens" if self.max_trajectory_tokens else "sampling.max_tokens")
+
+    @check
+    def _check_lengths(self) -> RolloutConfig:
+        refuse(self, "rollout")
+        return self
 
     @property
     def samples(self) -> int:

@@ -228,6 +228,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "others, or leave it out",
         ),
     ),
+    "environment": (
+        Rule(
+            lambda c: ":" not in c.name,
+            "wrong-format: name = {0.name!r} is not of the form module:Class; name a class of yours, such as "
+            "my_module:Calculator",
+        ),
+    ),
     "rewards": (
         Rule(
             lambda c: c.secrets and ":" not in c.name,
@@ -343,6 +350,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "record.enabled = false",
         ),
     ),
+    "rollout": (
+        Rule(
+            lambda c: c.trajectory_tokens < c.sampling.max_tokens,
+            "contradiction: max_trajectory_tokens = {0.max_trajectory_tokens} is less than "
+            "sampling.max_tokens = {0.sampling.max_tokens}, the limit of one turn; raise it, or leave it out",
+            at="max_trajectory_tokens",
+        ),
+    ),
     "run (rl sizes)": (
         Rule(
             lambda r: (
@@ -360,7 +375,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             lambda r: r.train.token_budget != "auto" and r.train.token_budget < r.longest_unit,
-            "contradiction: data.max_prompt_tokens + rollout.sampling.max_tokens = {0.longest_unit} tokens "
+            "contradiction: data.max_prompt_tokens + {0.rollout.length_setting} = {0.longest_unit} tokens "
             "do not fit into one micro-batch of train.token_budget = {0.train.token_budget} tokens; raise "
             "train.token_budget, or lower one of the other two",
             at="train.token_budget",
@@ -369,7 +384,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda r: (r.engine.kv_cache_limit or r.longest_context) < r.longest_context,
             "contradiction: engine.kv_cache_tokens = {0.engine.kv_cache_tokens} is below the "
             "{0.longest_context} tokens that one sample of training or evaluation can need "
-            "(data.max_prompt_tokens + rollout.sampling.max_tokens - 1; the evaluation before training may "
+            "(data.max_prompt_tokens + {0.rollout.length_setting} - 1; the evaluation before training may "
             "need more, see eval.before_max_tokens_factor); raise engine.kv_cache_tokens",
         ),
         Rule(
@@ -397,7 +412,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "so every advantage is 0; set it above 0 (for evaluations, set eval.temperature)",
         ),
         Rule(
-            lambda r: not r.rewards and r.reward_model is None,
+            lambda r: not r.rewards and r.reward_model is None and r.environment is None,
             "missing-setting: rewards is empty; name at least one reward, such as rewards = [{{name = "
             "'verifier'}}], or a reward_model",
         ),

@@ -12,6 +12,7 @@ from lockstep.config.cluster import ClusterConfig, _check_engine_gpus
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
 from lockstep.config.engine import EngineConfig, has_own_weights, resolved
+from lockstep.config.environment import EnvironmentConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
 from lockstep.config.rules import refuse
 from lockstep.config.run_config import RunConfig as RunConfig
@@ -48,6 +49,8 @@ class GRPORun(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     """Rewards of a completion: verifiers, built-in ones and your own `module:attribute`."""
+    environment: EnvironmentConfig | None = None
+    """Turns with the tools of a class, or its game. With this section `rewards` is empty unless it is set."""
     reward_model: RewardRoleConfig | None = None
     """Without this section, only reward functions and verifiers give rewards."""
     engine: EngineConfig = EngineConfig()
@@ -59,6 +62,15 @@ class GRPORun(RunConfig):
     eval: EvalConfig = EvalConfig()
 
     online: ClassVar[bool] = True
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See Config."""
+        environment = values.get("environment")
+        if environment is None:
+            return values
+        named = {"name": environment} if isinstance(environment, str) else environment
+        return {"rewards": (), **values, "environment": named}
 
     @property
     def algorithm_options(self) -> GRPOConfig:
@@ -128,8 +140,8 @@ class GRPORun(RunConfig):
 
     @property
     def longest_unit(self) -> int:
-        """Prompt and completion of training."""
-        return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        """Prompt and trajectory of training."""
+        return self.data.max_prompt_tokens + self.rollout.trajectory_tokens
 
     @property
     def tokens_per_step(self) -> int:
@@ -186,13 +198,19 @@ class GRPORun(RunConfig):
 
     @property
     def longest_sequence(self) -> int:
-        """Prompt and completion of training and evaluations, as far as settings allow them."""
-        tokens, prompts = self.rollout.sampling.max_tokens, self.data.max_prompt_tokens
+        """Prompt and trajectory of training and evaluations, as far as settings allow them."""
+        prompts = self.data.max_prompt_tokens
         eval_prompts = prompts if self.eval_data is None else self.eval_data.max_prompt_tokens
-        eval_tokens = self.eval.max_tokens or tokens
-        evaluated = [eval_tokens] * (self.eval.after or self.eval.every > 0)
-        evaluated += [eval_tokens * self.eval.before_max_tokens_factor] * self.eval.before
-        return max([prompts + tokens, *(eval_prompts + each for each in evaluated)])
+        factors = [1] * (self.eval.after or self.eval.every > 0)
+        factors += [self.eval.before_max_tokens_factor] * self.eval.before
+        return max([self.longest_unit, *(eval_prompts + self.eval_tokens(factor)[1] for factor in factors)])
+
+    def eval_tokens(self, factor: int = 1) -> tuple[int, int]:
+        """Return the most tokens of a turn, and of a trajectory after its prompt, in an evaluation whose
+        limits are multiplied by `factor`."""
+        turn = (self.eval.max_tokens or self.rollout.sampling.max_tokens) * factor
+        trajectory = self.rollout.max_trajectory_tokens
+        return turn, turn if trajectory is None else max(turn, trajectory * factor)
 
     @property
     def longest_context(self) -> int:

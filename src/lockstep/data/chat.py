@@ -16,7 +16,8 @@ from lockstep.data.tables import column_names
 from lockstep.errors import ConfigError, DataError, nearest
 from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain
-from lockstep.observe.template_renderer import RenderJob, render_chat
+from lockstep.observe.special_text import Places, special_text
+from lockstep.observe.template_renderer import Rendered, RenderJob, render_chat
 from lockstep.observe.text import printable
 
 Message = dict[str, Any]
@@ -159,6 +160,11 @@ class ChatFormat:
         """The rows in which a token of the whole text would cross from a prompt to its answer."""
 
     @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template in force; None: plain text."""
+        return self._template
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes about ignored columns and the number of borders that would merge; one sentence each."""
         notes = list(self._notes)
@@ -213,8 +219,8 @@ class ChatFormat:
             return messages
         return [{"role": "system", "content": self._system}, *messages]
 
-    def render(self, messages: list[Message], *, generate: bool, where: str) -> str:
-        """Return the text of a conversation; `generate` adds the header of the assistant's turn.
+    def render(self, messages: list[Message], *, generate: bool, where: str) -> Rendered:
+        """Return a conversation as text; `generate` adds the header of the assistant's turn.
 
         Raises:
             DataError: the template refuses the messages, or there is no template and they are not one user
@@ -226,9 +232,9 @@ class ChatFormat:
                     f"no-chat-template: {where}: a conversation of {len(messages)} messages needs a chat "
                     "template, and there is none; set data.chat_template to a jinja template"
                 )
-            return str(messages[0]["content"])
+            return Rendered(text=str(messages[0]["content"]))
         job = self.job(messages, generate=generate, where=where)
-        return render_chat(self.tokenizer, job).text
+        return render_chat(self.tokenizer, job)
 
     def job(
         self, messages: list[Message], *, generate: bool = False, turns: Sequence[int] = (), where: str
@@ -274,26 +280,45 @@ class ChatFormat:
             template = ChatTemplate(self.tokenizer, own)
         return ends if template is None else ends | template.end_ids
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, plain: Places = ()) -> list[int]:
         """Return token ids, with `bos` in front unless the text begins with it.
 
+        Args:
+            plain: where the text is part of no special token, see Rendered.
+
         Raises:
-            DataError: the text holds half a surrogate pair, which has no bytes.
+            DataError: the text holds half a surrogate pair, which has no bytes; or the tokenizer makes a
+                special token of a plain text.
         """
         check_text(text, "a text to be tokenised")
-        (ids,) = self.encode_all([text])
+        (ids,) = self.encode_all([text], [plain])
         return ids
 
-    def encode_all(self, texts: list[str]) -> list[list[int]]:
+    def encode_all(self, texts: list[str], plain: Sequence[Places]) -> list[list[int]]:
         """Return the token ids of texts, see `encode`, of which `check_text` has let all through."""
         # A rendered template has its special tokens in the text; the tokenizer would put a second bos in
         # front.
-        of_all = token_ids(self.tokenizer, texts)
+        of_all = token_ids(self.tokenizer, texts, plain)
         return [ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids] for ids in of_all]
 
 
-def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the ids of each text alone, without special tokens around it."""
+def token_ids(tokenizer: Any, texts: list[str], plain: Sequence[Places] = ()) -> list[list[int]]:
+    """Return the ids of each text alone, without special tokens around it.
+
+    Args:
+        plain: where each text is part of no special token; (): nowhere.
+
+    Raises:
+        DataError: see SpecialText.encode.
+    """
+    of_all = _whole_ids(tokenizer, texts)
+    for number, places in enumerate(plain):
+        if places:
+            of_all[number] = special_text(tokenizer).encode(texts[number], places)
+    return of_all
+
+
+def _whole_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     if not texts:
         return []
     if (backend := _bare_backend(tokenizer)) is not None:

@@ -26,6 +26,7 @@ from lockstep.data.lazy import LazyItems, Outcome, State, attempted
 from lockstep.data.sources import Source
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.chat_template import PROBE, check_known, kept_at_end
+from lockstep.observe.special_text import Places, within
 from lockstep.observe.template_program import common_length
 from lockstep.observe.template_renderer import Rendered, RenderedTurn, RenderJob, checked, render_chats
 from lockstep.schema.batch import TrainSample
@@ -331,16 +332,22 @@ class _Text:
     """Characters [start, end) that are marked."""
     whole: bool = False
     """Every token is marked."""
+    plain: Places = ()
+    """Where the text is part of no special token."""
 
     @cached_property
-    def pieces(self) -> list[tuple[str, bool]]:
-        """The texts that are encoded apart, and whether each lies within one of the spans."""
+    def pieces(self) -> list[tuple[str, bool, Places]]:
+        """The texts that are encoded apart, whether each lies within a span, and its plain places."""
         text, end = self.text, len(self.text)
         borders = sorted({0, end, *(border for span in self.spans for border in span)})
         return [
-            (text[begin:end], self.whole or any(low <= begin < end <= high for low, high in self.spans))
+            (
+                text[begin:end],
+                self.whole or any(low <= begin < end <= high for low, high in self.spans),
+                within(self.plain, begin, end),
+            )
             for begin, end in pairwise(borders)
-        ] or [(text, self.whole)]
+        ] or [(text, self.whole, self.plain)]
 
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
@@ -392,21 +399,21 @@ def _text(request: Request, results: Sequence[Rendered | DataError]) -> _Text:
     """Return the text of a document and its marked spans, from the results of its jobs."""
     content, where = request.content, request.where
     rendered = [checked(result) for result in results]
-    whole = request.marked in ("all", "score")
+    whole, plain = request.marked in ("all", "score"), Places()
     if isinstance(content, tuple):
         text = "".join(content)
         spans = [(len(content[0]), len(text))]
         whole = request.marked == "score"
     elif not rendered:
-        text, spans = request.chat.render(content.messages, generate=False, where=where), []
+        text, spans = request.chat.render(content.messages, generate=False, where=where).text, []
     else:
-        text, spans = rendered[0].text, []
+        text, spans, plain = rendered[0].text, [], rendered[0].plain
         if not whole and _marks_itself(request.chat):
             spans = _marked_by_template(request, content, rendered)
         elif not whole:
             spans = _marked_turns(request, content, rendered[0])
     check_text(text, where)
-    return _Text(text=text, spans=() if whole else spans, whole=whole)
+    return _Text(text=text, spans=() if whole else spans, whole=whole, plain=plain)
 
 
 def _marked_by_template(
@@ -477,7 +484,7 @@ def _by_probe(
     for changed in (probe, {**message, "content": PROBE}):  # the second for a turn without any text
         other = chat.render(
             [*messages[:number], changed, *messages[number + 1 :]], generate=False, where=where
-        )
+        ).text
         if PROBE in other:
             break
     else:
@@ -512,12 +519,12 @@ def _end_texts(chat: ChatFormat) -> list[str]:
 def _encoded(chat: ChatFormat, texts: Sequence[_Text]) -> list[list[list[int]]]:
     """The ids of the pieces of each text, and after them, if it has several and borders are counted, those of
     the whole text."""
-    strings: list[str] = []
+    strings: list[tuple[str, Places]] = []
     whole = chat.counts_borders
     for text in texts:
-        pieces = [piece for piece, _ in text.pieces]
-        strings += [*pieces, *([text.text] if whole and len(pieces) > 1 else [])]
-    encoded = iter(token_ids(chat.tokenizer, strings))
+        strings += [(piece, plain) for piece, _, plain in text.pieces]
+        strings += [(text.text, text.plain)] if whole and len(text.pieces) > 1 else []
+    encoded = iter(token_ids(chat.tokenizer, [s for s, _ in strings], [plain for _, plain in strings]))
     result = []
     for text in texts:
         count = len(text.pieces)
@@ -531,8 +538,8 @@ def _document(request: Request, text: _Text, encoded: Sequence[list[int]]) -> Do
     chat, ids = request.chat, list[int]()
     runs: list[tuple[int, int]] = []
     """Tokens [begin, end) that are marked."""
-    for number, (piece, is_trained) in enumerate(text.pieces):
-        of_piece = encoded[number] if number == 0 else _continued(chat, piece, encoded[number])
+    for number, (piece, is_trained, plain) in enumerate(text.pieces):
+        of_piece = encoded[number] if number == 0 else _continued(chat, piece, plain, encoded[number])
         if number == 0 and of_piece[: len(chat.bos)] != chat.bos:
             of_piece = [*chat.bos, *of_piece]
         begin = len(ids)
@@ -558,13 +565,14 @@ def _last_role(content: Content) -> Any:
     return None if isinstance(content, tuple) else content.messages[-1]["role"]
 
 
-def _continued(chat: ChatFormat, text: str, encoded: list[int]) -> list[int]:
+def _continued(chat: ChatFormat, text: str, plain: Places, encoded: list[int]) -> list[int]:
     """The ids of a text that follows another one: without the space that SentencePiece's tokenizers (Llama 2)
     put in front of a text. `encoded`: its ids with it."""
     if not chat.begins_with_space:
         return encoded
     for anchor in _ANCHORS:
-        alone, both = token_ids(chat.tokenizer, [anchor, anchor + text])
+        moved = tuple((start + len(anchor), end + len(anchor)) for start, end in plain)
+        alone, both = token_ids(chat.tokenizer, [anchor, anchor + text], [(), moved])
         if both[: len(alone)] == alone:
             return both[len(alone) :]
     return encoded

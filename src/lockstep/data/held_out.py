@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from lockstep.config.data import DataConfig
@@ -98,20 +99,27 @@ def holds_out(run: GRPORun, manifest: Mapping[str, Any]) -> HoldOut | None:
 
 
 def load_train_and_held_out(
-    run: GRPORun, *, tokenizer: Any, vocab_size: int | None = None, hold_out: HoldOut | None = "hash"
+    run: GRPORun,
+    *,
+    tokenizer: Any,
+    vocab_size: int | None = None,
+    hold_out: HoldOut | None = "hash",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load (training prompts, held-out prompts); no held-out text, rendered or not, occurs in training.
 
     Args:
         hold_out: None: nothing is left out of training, and the second set is empty.
+        tools: see PromptMaker.
 
     Raises:
         DataError: as load_prompts; also when no rows are left to hold out, or training has too few prompts
             for a rollout batch.
     """
-    held_out = _held_out(run, hold_out, tokenizer=tokenizer, vocab_size=vocab_size) if hold_out else None
+    load = partial(load_prompts, tokenizer=tokenizer, vocab_size=vocab_size, tools=tools)
+    held_out = _held_out(run, hold_out, load=load) if hold_out else None
     exclude = frozenset() if held_out is None else held_out.texts
-    train = load_prompts(run.data, tokenizer=tokenizer, exclude=exclude, vocab_size=vocab_size)
+    train = load(run.data, exclude=exclude)
     if train.size is not None and train.size < run.rollout.prompts_per_step:
         raise DataError(
             f"not-enough: rollout.prompts_per_step = {run.rollout.prompts_per_step}, but data.source = "
@@ -123,7 +131,7 @@ def load_train_and_held_out(
     return train, held_out
 
 
-def _held_out(run: GRPORun, hold_out: HoldOut, *, tokenizer: Any, vocab_size: int | None) -> FixedPrompts:
+def _held_out(run: GRPORun, hold_out: HoldOut, *, load: Callable[..., PromptSet]) -> FixedPrompts:
     config, rows = held_out_config(run), None
     if holds_out_rows(run):
         source = Source(run.data)
@@ -133,7 +141,7 @@ def _held_out(run: GRPORun, hold_out: HoldOut, *, tokenizer: Any, vocab_size: in
         else:
             config = _with(config, size=size)
     try:
-        held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size, rows=rows)
+        held_out = load(config, rows=rows)
         held_out.make_all()  # each evaluation is on all of them
     except DataError as error:
         raise error.with_message(f"held-out prompts (eval_data): {error}") from error

@@ -23,6 +23,7 @@ from lockstep.data.rows import IdRows, ReasoningGymRows, RowGenerator, place
 from lockstep.data.sources import Source, missing_column
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.observe.chat_template import check_known, kept_at_end
+from lockstep.observe.special_text import Places
 from lockstep.observe.template_renderer import RenderJob, checked, render_chats
 from lockstep.schema.rollout import Prompt
 
@@ -90,6 +91,8 @@ class _Draft:
     job: RenderJob | None = None
     """The rendering of `talk`. None if `talk` is the text itself."""
     text: str = ""
+    plain: Places = ()
+    """Where the text is part of no special token."""
     ids: list[int] = field(default_factory=list)
 
 
@@ -99,6 +102,7 @@ class PromptMaker:
     Args:
         exclude: `text_hash` of questions or rendered prompts that are left out.
         vocab_size: entries of the model's embedding; None: not compared with the token ids.
+        tools: JSON schemas that every row gives its chat template, in place of its own.
     """
 
     def __init__(
@@ -108,9 +112,11 @@ class PromptMaker:
         exclude: Collection[bytes],
         *,
         vocab_size: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
+        self.tools = tools
         self.exclude = frozenset(exclude)
         self.ids_only = config.source == "ids"
         if tokenizer is None and not self.ids_only:
@@ -168,7 +174,8 @@ class PromptMaker:
         if self.chat is not None:
             drafts = self._rendered(drafts, self.chat)
             good = [draft for draft in drafts if isinstance(draft, _Draft)]
-            for draft, ids in zip(good, self.chat.encode_all([draft.text for draft in good]), strict=True):
+            texts, plain = [draft.text for draft in good], [draft.plain for draft in good]
+            for draft, ids in zip(good, self.chat.encode_all(texts, plain), strict=True):
                 draft.ids = ids
         made = [attempted(self._prompt, draft) for draft in drafts]
         return [Outcome(error=each) if isinstance(each, LockstepError) else each for each in made]
@@ -181,7 +188,7 @@ class PromptMaker:
             return _Draft(row=row, index=index, where=where, problem=text, text=text, ids=ids)
         problem, talk = self.conversation(row, where)
         draft = _Draft(row=row, index=index, where=where, problem=problem, talk=talk)
-        chat = self.chat.for_row(row, where=where)
+        chat = self.chat.for_row({**row, "tools": self.tools} if self.tools else row, where=where)
         if isinstance(talk, str):
             draft.text = talk
         else:
@@ -197,7 +204,8 @@ class PromptMaker:
 
         def text_set(draft: _Draft) -> _Draft:
             if draft.job is not None:
-                draft.text = checked(next(results)).text
+                rendered = checked(next(results))
+                draft.text, draft.plain = rendered.text, rendered.plain
             check_text(draft.text, draft.where)
             return draft
 
@@ -261,7 +269,7 @@ class PromptMaker:
         filled = fill_template(self.config.prompt_template, {**row, "prompt": last["content"]}, where=where)
         messages = chat.with_system([*messages[:-1], {**last, "content": filled}])
         if chat.template is None:
-            return problem, chat.render(messages, generate=True, where=where)
+            return problem, chat.render(messages, generate=True, where=where).text
         return problem, messages
 
     def _prompt_value(self, row: Mapping[str, Any], where: str) -> Any:
@@ -309,7 +317,8 @@ class FixedPrompts(PromptSet):
         self._verdict: tuple[str, ...] = ()
         if source is not None and maker.chat is not None and not (items.whole or maker.config.streaming):
             excluded = hashlib.blake2b(b"".join(sorted(maker.exclude)), digest_size=16).hexdigest()
-            more = {"vocab_size": maker.vocab_size, "excluded": excluded, "template": maker.chat.template}
+            more: dict[str, Any] = {"vocab_size": maker.vocab_size, "excluded": excluded}
+            more |= {"template": maker.chat.template, **({"tools": maker.tools} if maker.tools else {})}
             self.verdict_key = verdicts.key("RL", maker.config, maker.chat.tokenizer, source, **more)
             self._verdict = verdicts.apply(self.verdict_key, items, maker.config.source)
 
@@ -452,6 +461,7 @@ def load_prompts(
     exclude: Collection[bytes] = (),
     vocab_size: int | None = None,
     rows: Sequence[int] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
     """Open the prompt set of a DataConfig. Of a file the first 1,000 rows are rendered and tokenised here,
     the others when they come near; streams on demand.
@@ -461,6 +471,7 @@ def load_prompts(
         vocab_size: entries of the model's embedding, which source `ids` needs; None: not compared with the
             token ids of texts.
         rows: numbers of the rows of the source that are made, all at once; None: all rows.
+        tools: see PromptMaker.
 
     Raises:
         DataError: missing or malformed data, nothing left after exclusion, or a task with fewer distinct
@@ -469,7 +480,7 @@ def load_prompts(
     """
     if config.exclude is not None:
         exclude = frozenset(exclude) | _texts_of_source(config, config.exclude, tokenizer)
-    maker = PromptMaker(config, tokenizer, exclude, vocab_size=vocab_size)
+    maker = PromptMaker(config, tokenizer, exclude, vocab_size=vocab_size, tools=tools)
     if config.generated:
         ids = config.source == "ids"
         generator = IdRows(config, vocab_size=vocab_size) if ids else ReasoningGymRows(config)

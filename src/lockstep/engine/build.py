@@ -343,6 +343,7 @@ class _Replicas(Streaming, Generic[E]):
             queued=sum(s.queued for s in every),
             kv_cache_use=sum(used) / len(used) if used else None,
             restarts=sum(s.restarts for s in every),
+            recomputed_tokens=sum(s.recomputed_tokens for s in every),
         )
 
     def close(self) -> None:

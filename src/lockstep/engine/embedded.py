@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from lockstep.common_errors import not_finite, other_shape, other_tensors
 from lockstep.config.engine import EngineConfig
+from lockstep.engine.receiving import dirty
 from lockstep.engine.sampling import SampleState
 from lockstep.engine.spec import Decoding, StopStrings
-from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn, dirty
+from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import is_out_of_memory
-from lockstep.schema.rollout import GenerationRequest
+from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import WeightUpdate
 
 
@@ -34,6 +35,8 @@ class Sample:
     end: int
     """Tokens of prompt and completion at most."""
     logprobs: list[float] = field(default_factory=list)
+    written: list[tuple[int, int]] = field(default_factory=list)
+    """(policy version, tokens up to its last) of the versions before the current one."""
     done: bool = False
     cached_tokens: int | None = None
     """Prompt tokens whose keys and values another sample had computed; None: it has not run."""
@@ -89,6 +92,17 @@ def end_of(request: GenerationRequest, model: LoadedModel) -> int:
     return min(len(request.prompt_token_ids) + request.sampling.max_tokens, model.max_positions)
 
 
+def versions(sample: Sample, last: int) -> tuple[tuple[int, int], ...]:
+    """Completion.versions of a sample that version `last` ended."""
+    marks = [*sample.written, (last, len(sample.state.token_ids))]
+    counts, start = list[tuple[int, int]](), 0
+    for version, stop in marks:
+        if stop > start:
+            counts.append((version, stop - start))
+        start = stop
+    return tuple(counts) if len(counts) > 1 or (counts and counts[0][0] != last) else ()
+
+
 EndedSample = tuple[Sample, Ending]
 
 
@@ -102,9 +116,12 @@ class EmbeddedEngine(ModelEngine):
         _give_back()        frees what can be made again: caches, buffers
         _weights_changed()  drops what was computed with the old weights
         _out_of_memory()    the setting to lower first, and the error's text
+        _recompute()        drops the keys of the samples, which run on, and returns the samples; an engine
+                            without it takes no update while samples run
     """
 
     external = False
+    pauses = True
     _module: nn.Module
 
     def __init__(self, name: str, config: EngineConfig, *, model: LoadedModel, vocab_size: int) -> None:
@@ -133,24 +150,28 @@ class EmbeddedEngine(ModelEngine):
     def _weights_changed(self) -> None:
         """Nothing is kept by default."""
 
+    def _recompute(self) -> Iterable[Sample]:
+        self._require_idle("update_weights")
+        return ()
+
     def _advance(self) -> list[Ended]:
         with self._explaining_memory():
             ended = self._run()
-        return [
-            (
-                sample.turn,
-                sample.index,
-                self._completion(
-                    sample.turn.request,
-                    sample.state.seed,
-                    token_ids=sample.state.token_ids,
-                    logprobs=sample.logprobs,
-                    ending=ending,
-                    cached_tokens=sample.cached_tokens or 0,
-                ),
-            )
-            for sample, ending in ended
-        ]
+        return [(sample.turn, sample.index, self._of(sample, ending)) for sample, ending in ended]
+
+    def _of(self, sample: Sample, ending: Ending) -> Completion:
+        completion = self._completion(
+            sample.turn.request,
+            sample.state.seed,
+            token_ids=sample.state.token_ids,
+            logprobs=sample.logprobs,
+            ending=ending,
+            cached_tokens=sample.cached_tokens or 0,
+        )
+        written = versions(sample, self._policy_version) if sample.written else ()
+        if not written:
+            return completion
+        return replace(completion, versions=written, policy_version=written[-1][0])
 
     @contextlib.contextmanager
     def _explaining_memory(self) -> Iterator[None]:
@@ -165,14 +186,18 @@ class EmbeddedEngine(ModelEngine):
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Sample from this version from now on. Tensors are copied one at a time, so that there is never a
-        second set of them.
+        second set of them. Samples of a paused engine go on with this version, if it can compute their keys
+        again.
 
         Raises:
             EngineError: samples are running, or the update is not for this module; nothing was changed. Or
                 one of its tensors does not fit, which `update.shapes` did not say: the engine is dirty.
         """
         self._require_open()
-        self._require_idle("update_weights")
+        if self._resume_by is None:
+            self._require_idle("update_weights")
+        for sample in self._recompute():
+            sample.written.append((self._policy_version, len(sample.state.token_ids)))
         if update.shared_module is None:
             copy_weights(self._module, update, engine=self.name, begin=self._begin_copy)
         elif update.shared_module is not self._model.module:

@@ -5,7 +5,8 @@
     continue_ ─┘     any thread           one thread        └──► _end            │
         └───────────────── the whole context as a prompt, the same seed ◄────────┘
 
-A continued sample is an ordinary request, so an engine keeps no state between turns.
+A continued sample is an ordinary request with `after`. An engine may keep the keys of a sample that has
+ended for as long as it is in `_held`; a continued sample is in `_inbox` before it leaves `_held`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.engine.spec import Decoding, EngineSpec, RequestCheck, completion_text
+from lockstep.engine.spec import Decoding, RequestCheck, completion_text
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats, Finished, Handle, OnCompletion
 from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest, SamplingParams
-from lockstep.schema.weights import UpdateSession
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,6 +62,11 @@ OnToken = Callable[[int, int, Sequence[int]], None]
 """Called after each token with (request number, sample index, token ids of the turn so far)."""
 Ended = tuple[Turn, int, Completion]
 """A turn, the index of a sample in its request, and the completion."""
+HeldKey = tuple[Handle, int]
+"""Handle and sample index: the name of a trajectory in an engine."""
+HOLD_SECONDS = 3600.0
+_LOOK_SECONDS = 0.5
+"""Between two looks for an abort while every turn is held."""
 
 
 class Streaming:
@@ -73,12 +78,17 @@ class Streaming:
                             end all samples if `_abort` is set
         _end()              all samples have ended or were dropped: free caches
 
+    An engine with `pauses` calls `_border` in `_advance` between two tokens, and implements `_settle`.
+
     `_advance` is called in the thread that iterates `finished`. It may read `_inbox` only at its start; turns
     that arrive while it works then wait until something ends. An engine that can only sample whole batches
     takes all of `_inbox`, samples it, and returns it.
 
     `sleep` and `update_weights` must start with `_require_idle`, and `close` with `_close_stream`.
     """
+
+    pauses = False
+    """Whether the engine can `pause`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -89,11 +99,19 @@ class Streaming:
         self._ended: deque[Ended] = deque()
         self._open = 0
         """Number of samples that were submitted and not yet yielded."""
+        self._held: dict[HeldKey, float] = {}
+        """Samples that were yielded and wait for `continue_` or `release`, with their deadlines."""
+        self._holds_changed = False
+        """Whether a sample was released since `_advance` last looked."""
         self._running = False
         """Whether a generator of `finished` is active."""
         self._consumer: int | None = None
         """The thread of that generator."""
         self._in_generate = False
+        self._advancing = self._standing = False
+        """Whether a thread is in `_advance`, and whether it waits there for `resume`."""
+        self._resume_by: float | None = None
+        """The deadline of a pause; None: the engine is not paused."""
         self._submitted = 0
         """Number of requests since the engine was last idle."""
         self._abort = threading.Event()
@@ -138,11 +156,57 @@ class Streaming:
             self._require_no_generate("continue_")
             self._require_ready()
             self._queue(turn)
+            self._held.pop((finished.handle, finished.sample), None)
+            self._turn.notify_all()
 
-    def finished(self) -> Generator[Finished, None, None]:
-        """See lockstep.protocols.SamplesTokens."""
+    def hold(self, finished: Finished, *, seconds: float = HOLD_SECONDS) -> None:
+        """See lockstep.protocols.HoldsTurns."""
+        with self._turn:
+            self._require_no_generate("hold")
+            self._require_ready()
+            self._held[finished.handle, finished.sample] = time.monotonic() + seconds
+
+    def release(self, finished: Finished) -> None:
+        """See lockstep.protocols.HoldsTurns."""
+        with self._turn:
+            if self._held.pop((finished.handle, finished.sample), None) is None:
+                return
+            self._holds_changed = True
+            if not self._open and not self._held and not self._running:
+                self._become_idle()
+            self._turn.notify_all()
+
+    def pause(self, *, seconds: float = HOLD_SECONDS) -> None:
+        """See lockstep.protocols.Pauses."""
+        if not self.pauses:
+            raise EngineError(
+                f"unsupported-combination: engine {self.name} cannot pause between two tokens; wait for the "
+                "end of the stream, or set engine.name = 'native'",
+                setting="engine.name",
+            )
+        with self._turn:
+            if self._resume_by is not None:
+                raise EngineError(f"wrong-state: engine {self.name} is already paused; call resume() first")
+            deadline = self._resume_by = time.monotonic() + seconds
+            if not self._advancing:
+                self._settle()
+            while self._advancing and not self._standing and self._consumer != threading.get_ident():
+                if not self._turn.wait(deadline - time.monotonic()):
+                    self._resume_by = None
+                    raise EngineError(
+                        f"deadline: engine {self.name} did not reach a token border within {seconds:g} s"
+                    )
+
+    def resume(self) -> None:
+        """See lockstep.protocols.Pauses."""
+        with self._turn:
+            self._resume_by = None
+            self._turn.notify_all()
+
+    def finished(self, *, wait: bool = True) -> Generator[Finished, None, None]:
+        """See lockstep.protocols.SamplesTokens and HoldsTurns."""
         self._require_no_generate("finished")
-        yield from self._stream()
+        yield from self._stream(wait=wait)
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
@@ -217,14 +281,15 @@ class Streaming:
             self._inbox.append(turn)
 
     def _is_idle(self) -> bool:
-        return not self._open and not self._running
+        return not self._open and not self._held and not self._running
 
     def _require_idle(self, what: str) -> None:
         """Raise EngineError while samples are submitted and not yielded, or a stream is active."""
         if not self._is_idle():
             raise EngineError(
-                f"wrong-state: engine {self.name} is already generating, and {self._open} samples have not "
-                f"been yielded; exhaust finished() before {what}, or close it"
+                f"wrong-state: engine {self.name} is already generating: {self._open} samples have not been "
+                f"yielded, and {len(self._held)} are held; exhaust finished() before {what}, or close it, "
+                "and release what is held"
             )
 
     def _wait_until_idle(self, what: str, *, deadline: float) -> None:
@@ -254,7 +319,7 @@ class Streaming:
 
     # the stream
 
-    def _stream(self) -> Generator[Finished, None, None]:
+    def _stream(self, *, wait: bool = True) -> Generator[Finished, None, None]:
         self._require_ready()
         with self._turn:
             if self._running:
@@ -265,15 +330,15 @@ class Streaming:
             self._consumer = threading.get_ident()
         ended = False
         try:
-            while (done := self._next()) is not None:
+            while (done := self._next(wait=wait)) is not None:
                 yield done
             ended = True
         finally:
             if not ended:  # else what is there now is another stream's
                 self._drop()
 
-    def _next(self) -> Finished | None:
-        """Return the next sample. None if none are left."""
+    def _next(self, *, wait: bool = True) -> Finished | None:
+        """Return the next sample. None if none are left, or, without `wait`, none but held ones."""
         while True:
             with self._turn:
                 if self._ended:
@@ -281,13 +346,24 @@ class Streaming:
                     self._open -= 1
                     return Finished(handle=turn.handle, sample=turn.samples[sample], completion=completion)
                 if not self._open:
-                    self._become_idle()
+                    if self._held and wait:
+                        self._wait_for_held()
+                        continue
+                    if self._held:
+                        self._running, self._consumer = False, None
+                    else:
+                        self._become_idle()
                     return None
+                self._wait_for_resume()
+                self._advancing = True
             started = time.perf_counter()
             try:
                 ended = self._advance()
             finally:
                 self._seconds += time.perf_counter() - started
+                with self._turn:
+                    self._advancing = False
+                    self._turn.notify_all()
             with self._turn:
                 self._ended.extend(ended)
                 if not ended and self._open:
@@ -298,12 +374,52 @@ class Streaming:
                 if self._abort.is_set() and len(self._ended) == self._open:
                     self._abort.clear()
 
+    def _wait_for_held(self) -> None:
+        """Wait a little for a held sample to be continued or released. The caller holds `_turn`."""
+        if self._abort.is_set():  # nothing runs that it could end
+            self._abort.clear()
+        left = min(self._held.values()) - time.monotonic()
+        if left <= 0:
+            raise EngineError(
+                f"deadline: engine {self.name}: {len(self._held)} samples are held, and one of them was "
+                "neither continued nor released in time; call continue_ or release, or raise the seconds of "
+                "hold"
+            )
+        self._turn.wait(min(left, _LOOK_SECONDS))
+
+    def _border(self) -> None:
+        """Stand still between two tokens while the engine is paused."""
+        if self._resume_by is None:
+            return
+        self._settle()
+        with self._turn:
+            self._standing = True
+            self._turn.notify_all()
+            try:
+                self._wait_for_resume()
+            finally:
+                self._standing = False
+
+    def _settle(self) -> None:
+        """Finish the tokens that are being computed. Engines that compute one at a time have none."""
+
+    def _wait_for_resume(self) -> None:
+        """Wait until the engine is not paused. The caller holds `_turn`."""
+        while (deadline := self._resume_by) is not None and not self._abort.is_set():
+            if not self._turn.wait(min(_LOOK_SECONDS, deadline - time.monotonic())) and (
+                time.monotonic() > deadline
+            ):
+                raise EngineError(
+                    f"deadline: engine {self.name} was paused and not resumed in time; call resume()"
+                )
+
     def _drop(self) -> None:
-        """Drop every sample that was not yielded, and become idle."""
+        """Drop every sample that was not yielded or is held, and become idle."""
         with self._turn:
             if not self._is_idle():
                 self._inbox.clear()
                 self._ended.clear()
+                self._held.clear()
                 self._open = 0
                 self._become_idle()
 
@@ -356,6 +472,7 @@ class ModelEngine(Streaming):
         """High-water mark of the KV cache, in bytes."""
         self._kv_use: float | None = None
         self._restarts = 0
+        self._recomputed_tokens = 0
 
     def _check(self, turn: Turn) -> None:
         self._check_request(turn.request, index=turn.index)
@@ -429,56 +546,5 @@ class ModelEngine(Streaming):
             queued=self._open,
             kv_cache_use=self._kv_use,
             restarts=self._restarts,
+            recomputed_tokens=self._recomputed_tokens,
         )
-
-
-def dirty(engine: str) -> EngineError:
-    """Return the error of an engine that cannot sample before a weight update."""
-    return EngineError(
-        f"wrong-state: engine {engine} is dirty: it has no complete policy (it was never updated, its last "
-        "update failed, it slept without its weights, or its server was restarted); send it a full update "
-        "first"
-    )
-
-
-class ReceivingEngine(ModelEngine):
-    """An engine with weights of its own, which come in sessions."""
-
-    external = True
-
-    def __init__(self, name: str, *, spec: EngineSpec) -> None:
-        super().__init__(
-            name,
-            vocab_size=spec.vocab_size,
-            max_positions=spec.max_model_len,
-            tokenizer=spec.tokenizer,
-            eos_token_ids=spec.eos_token_ids,
-        )
-        self._spec = spec
-        self._session: UpdateSession | None = None
-        self.dirty = spec.weights == "pushed"
-        """Whether the weights are not a whole update: the engine then refuses to generate."""
-        self.recover: Callable[..., None] | None = None
-        """Sends the current weights to a restarted server; set by the sender of the weights."""
-
-    def _require_no_session(self, what: str) -> None:
-        if self._session is not None:
-            raise EngineError(
-                f"wrong-state: engine {self.name} is being updated to policy version "
-                f"{self._session.policy_version}; {what} after finish_update or fail_update"
-            )
-
-    def _require_clean(self) -> None:
-        if self.dirty:
-            raise dirty(self.name)
-
-    def _require_ready(self) -> None:
-        super()._require_ready()
-        self._require_no_session("generate")
-        self._require_clean()
-
-    def _open_session(self) -> UpdateSession:
-        self._require_open()
-        if self._session is None:
-            raise EngineError(f"wrong-state: engine {self.name}: no update is open; call begin_update first")
-        return self._session

@@ -17,6 +17,7 @@ import torch
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.engine import kind
 from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
+from lockstep.data.chat import ChatFormat
 from lockstep.data.held_out import (
     HoldOut,
     evaluates,
@@ -26,6 +27,7 @@ from lockstep.data.held_out import (
 )
 from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.engine.build import is_external, make_engine
+from lockstep.environments.tool_environment import ToolEnvironment, tool_host
 from lockstep.errors import ConfigError, together
 from lockstep.loop.determinism import (
     batch_invariance_lines,
@@ -196,8 +198,7 @@ class Builder:
             if own is None:
                 of_config = RewardSet(config.rewards, functions=rewards)
                 self._closing.callback(of_config.close)
-                prompts, held_out = _load_prompts(config, opened, of_config, hold_out=self.hold_out)
-                return SingleTurn(of_config, prompts=prompts, held_out=held_out)
+                return self._of_config(opened, of_config)
             if rewards:
                 raise ConfigError(
                     "contradiction: both rewards and environment are given, but an environment computes "
@@ -216,11 +217,22 @@ class Builder:
                 )
         return own
 
+    def _of_config(self, opened: OpenedModel, rewards: RewardSet) -> Environment:
+        config, section = self.config, self.config.environment
+        if section is None:
+            prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out)
+            return SingleTurn(rewards, prompts=prompts, held_out=held_out)
+        host = tool_host(section)
+        self._closing.callback(host.close)
+        prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=host.tools)
+        chat = ChatFormat(config.data, opened.tokenizer)
+        return ToolEnvironment(section, rewards, host=host, chat=chat, prompts=prompts, held_out=held_out)
+
     def algorithm(self) -> Algorithm:
         """Return advantages and loss."""
         options = self.config.algorithm.resolved()
         make = ALGORITHMS.load(options.name)
-        algorithm: Algorithm = make(options, max_tokens=self.config.rollout.sampling.max_tokens)
+        algorithm: Algorithm = make(options, max_tokens=self.config.rollout.trajectory_tokens)
         return algorithm
 
     def policy(self, algorithm: Algorithm) -> Policy:
@@ -368,7 +380,12 @@ def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
 
 
 def _load_prompts(
-    run: GRPORun, model: OpenedModel, rewards: RewardSet, *, hold_out: HoldOut | None
+    run: GRPORun,
+    model: OpenedModel,
+    rewards: RewardSet,
+    *,
+    hold_out: HoldOut | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load what there is to learn from; whatever of it, the config and the rewards do not fit each other is
     refused before weights are read. All such faults are reported together."""
@@ -380,6 +397,7 @@ def _load_prompts(
             tokenizer=model.tokenizer,
             vocab_size=model.text.vocab_size,
             hold_out=hold_out,
+            tools=tools,
         )
         for prompts in both:
             if isinstance(prompts, FixedPrompts) and len(prompts):
@@ -388,8 +406,8 @@ def _load_prompts(
         prompt_kinds(islice(both[1], run.eval.num_prompts), run.eval.kinds)  # while a search can be refused
         loaded.append(both)
 
-    longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
-    setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
+    longest = run.longest_unit
+    setting = f"data.max_prompt_tokens + {run.rollout.length_setting}"
     found = faults([partial(check_positions, model, longest, setting=setting), load])
     if found:
         raise together(found)
@@ -431,7 +449,7 @@ def make_planner(resolved: Resolved[GRPORun], ranks: RankContext) -> Planner:
         token_budget=resolved.token_budget,
         static_capacity=resolved.static_capacity,
         layout=resolved.layout,
-        max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
+        max_seqlen=run.longest_unit,
         max_documents=run.rollout.samples,
         parts=data_parallel(run, ranks),
     )

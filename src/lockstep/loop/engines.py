@@ -70,12 +70,12 @@ def max_model_len(run: GRPORun, *, max_positions: int) -> int:
     Raises:
         ConfigError: engine.max_model_len is below what training needs.
     """
-    trained = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    trained = run.longest_unit
     own = run.engine.max_model_len
     if own is not None and own < trained:
         raise ConfigError(
             f"contradiction: engine.max_model_len = {own} is less than data.max_prompt_tokens + "
-            f"rollout.sampling.max_tokens = {trained}; raise it, or leave it out"
+            f"{run.rollout.length_setting} = {trained}; raise it, or leave it out"
         )
     return min(own or run.longest_sequence, max_positions)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from lockstep.config.rollout import SamplingConfig
@@ -17,7 +17,7 @@ from lockstep.ranks.context import RankContext
 from lockstep.rollout.environment import Environment
 from lockstep.rollout.prompt_kinds import prompt_kinds
 from lockstep.rollout.rewards import lenient_accuracy, lenient_correct
-from lockstep.rollout.sampler import SampleKey
+from lockstep.rollout.sampler import SampleKey, sampling_params, trajectory_rules
 from lockstep.schema.rollout import Prompt, RolloutGroup
 
 EVAL_STEP = -1
@@ -90,15 +90,18 @@ def evaluate(
             "are false and eval.every = 0; set one of the three to evaluate",
             setting="eval.every",
         )
-    limit = (config.eval.max_tokens or config.rollout.sampling.max_tokens) * max_tokens_factor
+    limit, trajectory_limit = config.eval_tokens(max_tokens_factor)
     sampling = SamplingConfig.model_validate(
         config.rollout.sampling.model_dump() | {"max_tokens": limit, "temperature": config.eval.temperature}
+    )
+    rules = replace(
+        trajectory_rules(config.rollout), sampling=sampling_params(sampling), max_tokens=trajectory_limit
     )
     with hooks.spans("evaluate"):
         sampled = engine.sampler(environment, on_progress=hooks.on_progress).groups(
             tasks,
             SampleKey(run_seed=config.seed, step=EVAL_STEP),
-            sampling=sampling,
+            sampling=rules,
             group_size=config.eval.samples_per_prompt,
         )
         if sampled.aborted:

@@ -119,12 +119,13 @@ class BitwiseCheck:
     _first: bool = True
 
     def begin(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Start a step. `groups` are its rollouts: sample_id i is the i-th of them."""
+        """Start a step. `groups` are its rollouts: sample_id i is the i-th of their parts."""
         self._step, self._compared, self._reused = step, 0, False
         self._names = [
             f"prompt {group.prompt.index}, sample {number}"
             for group in groups
-            for number in range(len(group.rollouts))
+            for number, rollout in enumerate(group.rollouts)
+            for _ in rollout.trajectory.parts
         ]
 
     def old_logprobs(

@@ -386,9 +386,10 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str, ranks: int =
     # Whole groups: a prompt's samples are of one engine.
     samples = math.ceil(run.rollout.prompts_per_step * shared / ranks) * run.rollout.group_size
     batch = min(run.engine.max_batch, samples)
-    length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    length = run.longest_unit
+    kept = samples if run.rollout.max_trajectory_tokens else batch  # of trajectories that wait, too
     keeps = name in engines() and engines()[name].keeps_cache
-    sizes = "data.max_prompt_tokens or rollout.sampling.max_tokens"
+    sizes = f"data.max_prompt_tokens or {run.rollout.length_setting}"
     return [
         MemoryPart(
             name=f"{_RUNTIME} of the engine",
@@ -406,7 +407,7 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str, ranks: int =
         ),
         MemoryPart(
             name="KV cache",
-            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_limit or batch * length) // split,
+            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_limit or kept * length) // split,
             phase="always" if keeps and not run.engine.offloads else "generate",
             setting=either(keeps and "engine.offload = true", f"engine.max_batch, {sizes}"),
         ),

@@ -12,7 +12,7 @@ from lockstep.protocols import TrainBackend
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch
-from lockstep.schema.rollout import RolloutGroup
+from lockstep.schema.rollout import EndReason, RolloutGroup, Trajectory
 
 
 def memory_of_ranks(device: str, ranks: RankContext) -> dict[str, float]:
@@ -42,10 +42,26 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/completion_tokens_max": float(max(lengths)),
         "rollout/truncated": statistics.fmean(r.trajectory.finish_reason == "length" for r in rollouts),
     }
+    metrics |= turn_metrics([rollout.trajectory for rollout in rollouts])
     for name in names:
         values = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
         metrics[f"reward/{name}"] = statistics.fmean(values)
     return metrics
+
+
+def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the figures of trajectories of several turns: turns, seconds that environments took, branches,
+    and the share of each reason for an end. Nothing where all have one turn."""
+    if all(each.turns == 1 and each.end in ("done", "length") for each in trajectories):
+        return {}
+    ends: tuple[EndReason, ...] = ("done", "length", "turns", "tokens")
+    return {
+        "rollout/turns": statistics.fmean(each.turns for each in trajectories),
+        "rollout/turns_max": float(max(each.turns for each in trajectories)),
+        "rollout/branches": float(sum(len(each.earlier) for each in trajectories)),
+        "time/environment": statistics.fmean(each.wait_seconds for each in trajectories),
+        **{f"rollout/ended_{end}": statistics.fmean(t.end == end for t in trajectories) for end in ends},
+    }
 
 
 def shape_metrics(batches: Sequence[PackedBatch]) -> dict[str, float]:
@@ -77,6 +93,9 @@ def engine_metrics(before: EngineStats, engine: InferenceEngine, *, ranks: RankC
     values = {
         "engine/tokens_per_second": completions / seconds if seconds > 0 else 0.0,
         "engine/cache_hit_rate": cached / prompts if prompts > 0 else 0.0,
+        "engine/recomputed_tokens": float(
+            sum(now.recomputed_tokens - then.recomputed_tokens for then, now in everyone)
+        ),
     }
     if any(now.kv_cache_use is not None for _, now in everyone):
         values["engine/kv_cache_use"] = max(now.kv_cache_use or 0.0 for _, now in everyone)

@@ -166,11 +166,13 @@ def _state_bytes(train: TrainConfig) -> int:
 
 
 def kv_tokens(run: RunConfig, width: Parallelism) -> int:
-    """Tokens of KV cache with which all samples that a rank can decode together fit at full length."""
+    """Tokens of KV cache with which all samples that a rank can decode together fit at full length, and all
+    trajectories of several turns, whose keys are kept while they wait."""
     grpo = cast(GRPORun, run)
     together = width.tp if run.engine_name == "native" else 1  # the ranks of a group share one engine
     own = math.ceil(grpo.rollout.prompts_per_step * together / width.ranks) * grpo.rollout.group_size
-    return min(grpo.engine.max_batch, own) * run.longest_unit
+    kept = own if grpo.rollout.max_trajectory_tokens else min(grpo.engine.max_batch, own)
+    return kept * run.longest_unit
 
 
 # Candidates: every combination of the settings that are "auto".

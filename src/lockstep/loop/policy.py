@@ -276,7 +276,12 @@ def with_signal(groups: Sequence[RolloutGroup], samples: Sequence[PolicySample])
     Args:
         samples: the rollouts of all groups, in order.
     """
-    numbers = [number for number, group in enumerate(groups) for _ in group.rollouts]
+    numbers = [
+        number
+        for number, group in enumerate(groups)
+        for rollout in group.rollouts
+        for _ in rollout.trajectory.parts
+    ]
     trained = {
         number for number, sample in zip(numbers, samples, strict=True) if bool(sample.advantages.any())
     }

@@ -36,7 +36,7 @@ from lockstep.ranks.context import RankContext
 from lockstep.recording.reader import VALUE_LOSS
 from lockstep.recording.recorder import Recorder
 from lockstep.rollout.reward_models import RewardModels
-from lockstep.schema.batch import RolloutSample, StateSample, ValueSample
+from lockstep.schema.batch import RolloutSample, StateSample, ValueSample, trajectory_slices
 from lockstep.schema.recording import VALUE, RecordingHeader
 from lockstep.train import BACKENDS
 from lockstep.train.state.files import read_json, write_json
@@ -135,6 +135,7 @@ class Critic(Trained):
                 token_ids=sample.token_ids,
                 loss_mask=sample.loss_mask,
                 sample_id=sample.sample_id,
+                trajectory=sample.trajectory,
                 returns=target,
                 old_values=torch.where(sample.loss_mask, value, 0.0),
             )
@@ -145,7 +146,11 @@ class Critic(Trained):
             minibatches = [
                 self.plan(
                     part,
-                    loss_weights([sample.loss_mask for sample in part], aggregation=self.config.aggregation),
+                    loss_weights(
+                        [sample.loss_mask for sample in part],
+                        aggregation=self.config.aggregation,
+                        sequences=trajectory_slices(part),
+                    ),
                 )
                 for part in split_samples(trained, self.minibatches)
             ]
@@ -193,7 +198,7 @@ def build_value(
             raise error.with_message(text) from error
         if config.name != POLICY:
             _check_token_ids(model, policy)
-        setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
+        setting = f"data.max_prompt_tokens + {run.rollout.length_setting}"
         check_positions(model, run.longest_unit, setting=setting)
     model = dataclasses.replace(model, execution=resolved.execution)
     backend: TrainBackend = make(

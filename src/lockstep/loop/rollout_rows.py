@@ -83,8 +83,9 @@ class RolloutLog:
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup], *, skip_special_tokens: bool) -> Rows:
     """Return one plain row per rollout, for JSONL. `skip_special_tokens` says how `completion` was decoded,
-    see SamplingConfig. `token_ids` are those after the prompt. With several
-    turns `spans` says how many of them each author wrote, in order; only the policy's have logprobs."""
+    see SamplingConfig. `token_ids` are those after the prompt. With several turns `spans` says how many of
+    them each author wrote, in order; only the policy's have logprobs. The author "prompt" begins a part with
+    another context, whose ids are not repeated."""
     return [
         {
             "step": step,
@@ -93,9 +94,11 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup], *, skip_special_toke
             "prompt": group.prompt.text,
             "completion": rollout.trajectory.text,
             "skip_special_tokens": skip_special_tokens,
-            "prompt_token_ids": list(rollout.trajectory.prompt_token_ids),
-            "token_ids": [i for span in rollout.trajectory.spans[1:] for i in span.token_ids],
-            "rollout_logprobs": [round(p, 6) for span in rollout.trajectory.spans for p in span.logprobs],
+            "prompt_token_ids": list(rollout.trajectory.parts[0][0].token_ids),
+            "token_ids": list(rollout.trajectory.added_token_ids),
+            "rollout_logprobs": [
+                round(p, 6) for spans in rollout.trajectory.parts for span in spans for p in span.logprobs
+            ],
             **_turns(rollout.trajectory),
             "finish_reason": rollout.trajectory.finish_reason,
             "reward": rollout.reward,
@@ -130,6 +133,7 @@ def ledger_rows(step: int, requested: Sequence[SampleRecord], trained: Mapping[i
 
 
 def _turns(trajectory: Trajectory) -> dict[str, Any]:
-    if len(trajectory.spans) == 2:
+    if len(trajectory.spans) == 2 and not trajectory.earlier:
         return {}
-    return {"spans": [[span.author, len(span.token_ids)] for span in trajectory.spans[1:]]}
+    spans = [[span.author, len(span.token_ids)] for spans in trajectory.parts for span in spans]
+    return {"spans": spans[1:], "turns": trajectory.turns, "end": trajectory.end}

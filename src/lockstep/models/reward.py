@@ -37,6 +37,7 @@ from lockstep.models.folder import INDEX, WEIGHTS, check_fit, check_total, witho
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.offload import OffloadedTensors
 from lockstep.observe.chat_template import ChatTemplate, check_known, kept_at_end, row_variables
+from lockstep.observe.special_text import special_text
 from lockstep.observe.template_renderer import render_chat
 
 _LENGTHS = (5, 9, 20, 70)
@@ -144,8 +145,8 @@ class RewardModel:
             whole = [*messages, {"role": "assistant", "content": completion}]
             options, _ = row_variables(row or {}, self._chat_template, where)
             job = self._chat_template.job(whole, options=options, where=where)
-            text = render_chat(self.tokenizer, job).text
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            rendered = render_chat(self.tokenizer, job)
+            ids = special_text(self.tokenizer).encode(rendered.text, rendered.plain)
         if not ids:
             raise DataError(f"empty: {where}: prompt and completion are empty; leave the row out")
         name = f"reward model {self.config.name!r}"

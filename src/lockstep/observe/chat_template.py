@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from lockstep.errors import DataError
+from lockstep.observe.special_text import special_ids
 from lockstep.observe.template_renderer import RenderJob, render_chat
 
 Message = dict[str, Any]
@@ -134,12 +135,6 @@ class ChatTemplate:
         except DataError:  # a template for other roles; what it refuses in the rows is an error there
             return None
         return text.rpartition(PROBE)[2] if PROBE in text else None
-
-
-def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of all special tokens."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset({number for number, token in added if token.special} | set(tokenizer.all_special_ids))
 
 
 def row_columns(row: Mapping[str, Any]) -> dict[str, Any]:

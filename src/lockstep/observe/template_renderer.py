@@ -14,10 +14,11 @@ import re
 import resource
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.errors import DataError
+from lockstep.observe.special_text import Places, special_text
 from lockstep.observe.template_program import CPU_SECONDS, MEMORY_BYTES, answer
 from lockstep.observe.text import printable
 from lockstep.processes.child import JobProcess, ProcessEnded, receive, send
@@ -74,10 +75,12 @@ class Rendered:
     """A conversation as text."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...] = ()
     """Characters [start, end) of every {% generation %} block."""
-    turns: tuple[RenderedTurn, ...]
+    turns: tuple[RenderedTurn, ...] = ()
     """Of the job's `turns`, in order."""
+    plain: Places = ()
+    """Where the text is a content's, and could be taken for a special token, see `SpecialText`."""
 
 
 def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[Rendered | DataError]:
@@ -88,8 +91,27 @@ def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[Rendered
         of time or memory. Once a job has used it up, the rest of its batch is rendered one by one, as the
         results are asked for.
     """
-    for batch in _batches(tokenizer, jobs):
-        yield from _run(batch)
+    results = (result for batch in _batches(tokenizer, jobs) for result in _run(batch))
+    for job, result in zip(jobs, results, strict=True):
+        yield result if isinstance(result, DataError) else _with_plain(tokenizer, job, result)
+
+
+def _with_plain(tokenizer: Any, job: RenderJob, rendered: Rendered) -> Rendered | DataError:
+    """The rendered conversation with its `plain` set, from a second rendering if there could be any."""
+    found = special_text(tokenizer).hidden(job.messages, job.options)
+    if found is None:
+        return rendered
+    messages, options, hidden = found
+    again = replace(job, messages=messages, options=options, turns=())
+    (result,) = (each for batch in _batches(tokenizer, [again]) for each in _run(batch))
+    places = None if isinstance(result, DataError) else hidden.places(rendered.text, result.text)
+    if places is None:
+        return DataError(
+            f"refused: {job.where}: a content holds {sorted(set(hidden.texts))}, and the chat template "
+            "writes something else because of that, so that what is a special token cannot be told; leave it "
+            "out"
+        )
+    return replace(rendered, plain=places)
 
 
 def render_chat(tokenizer: Any, job: RenderJob) -> Rendered:

@@ -161,21 +161,26 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, pe
 
 
 def loss_weights(
-    masks: Sequence[Tensor], *, aggregation: Aggregation, max_tokens: int | None = None
+    masks: Sequence[Tensor],
+    *,
+    aggregation: Aggregation,
+    max_tokens: int | None = None,
+    sequences: Sequence[slice] | None = None,
 ) -> list[Tensor]:
     """Return each token's weight in the loss of an optimizer step, so that the loss is one plain weighted
     sum.
 
-        sequence_mean   1 / (S n_i)         mean over each document's n_i tokens, then over the S documents
-        sequence_sum    1 / S               sum over each document's tokens, then mean over the S documents
+        sequence_mean   1 / (S n_i)         mean over each sequence's n_i tokens, then over the S sequences
+        sequence_sum    1 / S               sum over each sequence's tokens, then mean over the S sequences
         token_mean      1 / sum_i n_i       mean over all tokens of the step
         constant        1 / (S max_tokens)  Dr. GRPO (arXiv 2503.20783, section 3.2)
 
-    A document without a trained token (an empty completion) counts in S.
+    A sequence without a trained token (an empty completion) counts in S.
 
     Args:
         masks: [L_i] bool, one per document of the *whole* step, whatever micro-batch or rank it goes to.
         max_tokens: the constant; only `constant` reads it.
+        sequences: the documents of each sequence; None: each is one.
 
     Returns:
         [L_i] float32 each, 0 where the mask is False.
@@ -185,16 +190,19 @@ def loss_weights(
     lengths = torch.tensor([len(mask) for mask in masks])
     flat = torch.cat(list(masks))
     counts = [int(mask.count_nonzero()) for mask in masks]
+    size = len(masks) if sequences is None else len(sequences)
     if aggregation == "token_mean":
         shares = [1.0 / max(sum(counts), 1)] * len(masks)
     elif aggregation == "sequence_mean":
-        shares = [1.0 / (len(masks) * max(count, 1)) for count in counts]
+        if sequences is not None:
+            counts = [sum(counts[part]) for part in sequences for _ in counts[part]]
+        shares = [1.0 / (size * max(count, 1)) for count in counts]
     elif aggregation == "sequence_sum":
-        shares = [1.0 / len(masks)] * len(masks)
+        shares = [1.0 / size] * len(masks)
     else:
         if max_tokens is None:
             raise ValueError("aggregation = 'constant' divides by max_tokens, which is None; pass it")
-        shares = [1.0 / (len(masks) * max_tokens)] * len(masks)
+        shares = [1.0 / (size * max_tokens)] * len(masks)
     weights = flat * torch.tensor(shares, dtype=torch.float32).repeat_interleave(lengths)
     return list(weights.split(lengths.tolist()))
 

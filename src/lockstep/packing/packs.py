@@ -29,6 +29,7 @@ from lockstep.schema.batch import (
     UnpairedSample,
     ValueBatch,
     ValueSample,
+    trajectory_slices,
 )
 
 Samples = TypeVar("Samples", bound=TrainSample)
@@ -192,9 +193,11 @@ def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
 
 
 def split_samples(samples: Sequence[Samples], minibatches: int) -> list[Sequence[Samples]]:
-    """Return the samples of each optimizer step. Dropped rollouts may leave a number that does not divide:
-    the schedule counts on every update."""
-    bounds = [len(samples) * i // minibatches for i in range(minibatches + 1)]
+    """Return the samples of each optimizer step; the parts of a trajectory stay together. Dropped rollouts
+    may leave a number that does not divide: the schedule counts on every update."""
+    starts = [parts.start for parts in trajectory_slices(samples)] + [len(samples)]
+    count = len(starts) - 1
+    bounds = [starts[count * i // minibatches] for i in range(minibatches + 1)]
     return [samples[start:stop] for start, stop in pairwise(bounds) if start < stop]
 
 

@@ -275,6 +275,7 @@ class JobProcess(Child):
         env: its whole environment, besides the marker; None: ours, and our Python path.
         output: a descriptor for its standard output and error; None: nothing is kept of them.
         traceback: ask for one before a process that took too long is ended; its supervisor passes SIGABRT on.
+        inherited: more descriptors that it gets, under the same numbers.
     """
 
     def __init__(
@@ -285,6 +286,7 @@ class JobProcess(Child):
         env: Mapping[str, str] | None = None,
         output: int | None = None,
         traceback: bool = False,
+        inherited: Sequence[int] = (),
     ) -> None:
         confined = env is not None
         path = [ROOT] if confined else sys.path
@@ -307,7 +309,7 @@ class JobProcess(Child):
                 stdout=sink,
                 stderr=sink,
                 env=marked(os.environ if env is None else env),
-                pass_fds=(theirs_in, theirs_out),
+                pass_fds=(theirs_in, theirs_out, *inherited),
                 start_new_session=True,
             )
             ours.pop_all()  # kept: the process is there

@@ -35,7 +35,10 @@ REWARDS = "lockstep.rollout.reward_process"
 VERIFIERS = "lockstep.rollout.verifiers"
 PROMPT_SEARCH = "lockstep.rollout.prompt_kinds"
 CHAT_TEMPLATE = "lockstep.observe.template_renderer"
-JOBS = (REWARDS, VERIFIERS, PROMPT_SEARCH, CHAT_TEMPLATE)
+TOOLS = "lockstep.environments.zygote"
+PYTHON_TOOL = "lockstep.environments.python_tool"
+"""Not a program: the module of an environment that TOOLS runs in a sandbox."""
+JOBS = (REWARDS, VERIFIERS, PROMPT_SEARCH, CHAT_TEMPLATE, TOOLS)
 """Modules whose `main` a JobProcess runs."""
 
 VLLM_WORKER = "lockstep.wire.vllm_worker.LockstepWorker"

@@ -35,7 +35,7 @@ AT_ONCE = signal.SIGALRM
 """Signal to a supervisor: SIGKILL for the program, whatever its grace."""
 _ENDING = {signal.SIGHUP, signal.SIGTERM}
 """What the owner says when a fork of it may hold the lifeline open."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _OWNER_SECONDS = 0.1
 """How often the owner is looked for, should a fork of it hold the lifeline open."""
 _POLL_SECONDS = 0.01
@@ -89,7 +89,7 @@ def supervise(
         passed_on: signals to the parent that the fork gets.
     """
     owner, me = os.getppid(), os.getpid()
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeup, waker = os.pipe()
     for pipe in (wakeup, waker):
         os.set_blocking(pipe, False)
@@ -243,6 +243,19 @@ def descendants() -> list[int]:
         if above == me and pid != me:
             below.append(pid)
     return below
+
+
+def children() -> set[int]:
+    """Children of this process, zombies included."""
+    me = os.getpid()
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{me}/task/{me}/children", "rb") as file:
+        return set(map(int, file.read().split()))
+    found = set[int]()  # a kernel without CONFIG_PROC_CHILDREN
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == me:
+                found.add(int(name))
+    return found
 
 
 def _close_all_but(*kept: int) -> None:

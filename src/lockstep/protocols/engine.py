@@ -55,6 +55,8 @@ class EngineStats:
     """Share of the KV cache in use. None if the engine does not report it."""
     restarts: int = 0
     """Restarts of a server that died."""
+    recomputed_tokens: int = 0
+    """Tokens whose keys and values were computed again, because their memory had been needed for others."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -76,6 +78,7 @@ class SamplesTokens(Protocol):
             if reply is not None:
                 engine.continue_(done, reply, sampling=next_turn)
 
+    The engine stands still while `environment` works: see HoldsTurns.
     `submit`, `continue_` and `abort` may be called from any thread, even while another thread waits in
     `finished`. lockstep.engine.streaming.Streaming implements all of this on top of an engine's `_run`.
     """
@@ -136,6 +139,62 @@ class SamplesTokens(Protocol):
         ...
 
 
+class HoldsTurns(SamplesTokens, Protocol):
+    """An engine whose stream stays open while trajectories wait for something else, such as a tool:
+
+        for done in engine.finished():
+            engine.hold(done)         # before the next item is asked for
+            ...                       # in another thread: continue_(done, reply), or release(done)
+
+    A sample that is continued before the next item is asked for need not be held. Turns that come back run
+    before first turns.
+    """
+
+    def hold(self, finished: Finished, *, seconds: float = ...) -> None:
+        """Expect another turn of a sample that was just yielded: until `continue_` or `release` the stream
+        does not end, and the sample's keys are kept where the engine can, and recomputed where their memory
+        was needed meanwhile. The bits are the same.
+
+        Args:
+            seconds: after which a stream that has nothing else to do raises EngineError.
+        """
+        ...
+
+    def release(self, finished: Finished) -> None:
+        """Expect no other turn. May be called from any thread, and more than once."""
+        ...
+
+    def finished(self, *, wait: bool = True) -> Generator[Finished, None, None]:
+        """As SamplesTokens. While samples are held, wait for them when nothing else is left; without `wait`,
+        return instead: the samples stay held, and the next call goes on."""
+        ...
+
+
+class Pauses(SamplesTokens, Protocol):
+    """An engine that can stand still between two tokens of its samples, which keep their place."""
+
+    pauses: bool
+    """Whether it can; `pause` raises EngineError otherwise."""
+
+    def pause(self, *, seconds: float = ...) -> None:
+        """Return once no token is being computed, and compute none until `resume`. May be called from any
+        thread. An abort goes through.
+
+        Args:
+            seconds: after which a stream that waits for `resume` raises EngineError.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Go on. No effect if the engine is not paused."""
+        ...
+
+
+def holds_turns(engine: SamplesTokens) -> TypeGuard[HoldsTurns]:
+    """Return whether the engine can hold turns."""
+    return hasattr(engine, "hold")
+
+
 class InferenceEngine(SamplesTokens, Protocol):
     """An engine gets weights through one of the two protocols below; lockstep.transfer handles both.
     `external` says which one, and how lockstep.engine.build.make_engine constructs the engine:
@@ -167,7 +226,8 @@ class SharesWeights(InferenceEngine, Protocol):
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Switch to this version of the weights and drop every cache made with an older one. Raises
-        EngineError, before anything changes, while samples are running."""
+        EngineError, before anything changes, while samples are running. A paused engine may take the update:
+        its samples then go on with this version, and `Completion.versions` tells which one wrote what."""
         ...
 
 

@@ -130,7 +130,7 @@ class Recorder:
         self._documents, self._parts = (), []
 
     def see(self, groups: Iterable[RolloutGroup]) -> None:
-        """The step's rollouts; sample_id i of a batch is the i-th of them."""
+        """The step's rollouts; sample_id i of a batch is the i-th of their parts."""
         if self.settings.config.covers(self._step):
             self._documents = tuple(_documents(groups))
 
@@ -378,17 +378,18 @@ def draws_random_numbers(module: nn.Module) -> bool:
 
 
 def _documents(groups: Iterable[RolloutGroup]) -> Iterable[Mapping[str, Any]]:
-    """One per rollout, in the order of sample ids. JSON values."""
+    """One per document of each rollout, in the order of sample ids. JSON values."""
     for group in groups:
         for number, rollout in enumerate(group.rollouts):
-            yield {
-                "prompt_index": group.prompt.index,
-                "sample": number,
-                "reward": float(rollout.reward),
-                "rewards": {name: float(value) for name, value in rollout.rewards.items()},
-                "finish_reason": rollout.trajectory.finish_reason,
-                "seed": rollout.trajectory.seed,
-            }
+            for _ in rollout.trajectory.parts:
+                yield {
+                    "prompt_index": group.prompt.index,
+                    "sample": number,
+                    "reward": float(rollout.reward),
+                    "rewards": {name: float(value) for name, value in rollout.rewards.items()},
+                    "finish_reason": rollout.trajectory.finish_reason,
+                    "seed": rollout.trajectory.seed,
+                }
 
 
 def _on_host(batch: PackedBatch) -> PackedBatch:

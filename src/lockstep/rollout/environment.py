@@ -8,21 +8,55 @@ own is a subclass of `Environment`; pass it to `lockstep.train_online`.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from lockstep.data.prompts import PromptSet
 from lockstep.errors import EngineError
-from lockstep.protocols.engine import Handle, InferenceEngine
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet, Scored
-from lockstep.schema.rollout import Completion, GenerationRequest, Prompt, SamplingParams, Trajectory
+from lockstep.schema.rollout import Completion, Prompt, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryRules:
+    """How the turns of a trajectory are sampled, and what bounds it."""
+
+    sampling: SamplingParams
+    """Of each turn; max_tokens bounds a turn."""
+    max_tokens: int
+    """After the prompt, of all turns and replies."""
+    max_context: int | None = None
+    """Of a part of it, from its first token on; None: the task's prompt and max_tokens."""
+    max_turns: int | None = None
+    """Of the policy; None: any number."""
+    wait_seconds: float = 600.0
+    """That an environment may take between two turns."""
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> TrajectoryRules:
+        """Return the rules without limits of their own: sampling.max_tokens bounds all turns and replies
+        together."""
+        return cls(sampling=sampling, max_tokens=sampling.max_tokens)
+
+
+class OutOfRoom(Exception):
+    """A limit of the trajectory leaves no room for another turn. An environment may catch it, to look at
+    what there is; where it does not, the trajectory ends there, with finish_reason "length".
+
+    Attributes:
+        limit: "turns" or "tokens".
+    """
+
+    def __init__(self, text: str, *, limit: Literal["turns", "tokens"]) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
     """What an environment awaits: the next turn of the policy."""
 
@@ -30,10 +64,19 @@ class Turn:
     """Token ids that the policy did not write, before its turn."""
     sampling: SamplingParams
     limited: bool = False
-    """The environment has given the turn less than what is left of the budget."""
+    """The environment has given the turn less than the limits do."""
+    prefix: tuple[int, ...] | None = None
+    """The context of the turn, in place of the trajectory so far."""
+    ask: Callable[[Turn], Awaitable[Trajectory]]
 
-    def __await__(self) -> Generator[Turn, Trajectory, Trajectory]:
-        return (yield self)
+    def __await__(self) -> Generator[Any, Any, Trajectory]:
+        return self.ask(self).__await__()
+
+    def prompt(self, task: Prompt, before: Trajectory | None) -> tuple[int, ...]:
+        """Return the turn's context."""
+        if self.prefix is not None:
+            return self.prefix
+        return task.token_ids if before is None else (*before.token_ids, *self.reply)
 
 
 class Sampler:
@@ -43,23 +86,31 @@ class Sampler:
         trajectory = await sample(reply_ids)     # the same, the reply, and the policy's next turn
 
     Args:
-        sampling: of each turn. Its max_tokens is the budget of everything after the prompt: of all turns and
-            all replies together.
         seed: of the trajectory; the noise of a turn depends on it and on the turn's position.
     """
 
-    def __init__(self, task: Prompt, *, sampling: SamplingParams, seed: int) -> None:
-        self.task, self.sampling, self.seed = task, sampling, seed
+    ask: Callable[[Turn], Awaitable[Trajectory]]
+    """Set by who runs the trajectory."""
+
+    def __init__(self, task: Prompt, *, rules: TrajectoryRules, seed: int) -> None:
+        self.task, self.rules, self.seed = task, rules, seed
         self.trajectory: Trajectory | None = None
         """As far as it has come; None before the first turn."""
+        self._over: Literal["turns", "tokens"] | None = None
+        self._limited = False
 
     @property
     def left(self) -> int:
-        """Tokens of the budget that are left for replies and turns."""
+        """Tokens that are left for replies and turns."""
         if self.trajectory is None:
-            return self.sampling.max_tokens
-        used = len(self.trajectory.token_ids) - len(self.trajectory.prompt_token_ids)
-        return self.sampling.max_tokens - used
+            return self.rules.max_tokens
+        return self.rules.max_tokens - self.trajectory.added_tokens
+
+    @property
+    def turns_left(self) -> float:
+        """Turns that are left; infinity without a limit."""
+        done = 0 if self.trajectory is None else self.trajectory.turns
+        return math.inf if self.rules.max_turns is None else self.rules.max_turns - done
 
     def __call__(self, reply: Sequence[int] = (), *, max_tokens: int | None = None) -> Turn:
         """Return the next turn; awaiting it gives the whole trajectory so far.
@@ -67,36 +118,94 @@ class Sampler:
         Args:
             reply: token ids of a tool or user after the last turn; none before the first one, whose prompt is
                 the task's.
-            max_tokens: that the policy may write in this turn; None: all that is left of the budget.
+            max_tokens: that the policy may write in this turn; None: sampling.max_tokens, or all that is
+                left.
 
         Raises:
-            EngineError: a reply before the first turn, or one that leaves no room for a turn.
+            EngineError: a reply before the first turn.
+            OutOfRoom: the limits leave no room for the reply and a turn.
         """
         if reply and self.trajectory is None:
             raise EngineError(
                 f"wrong-state: {self.task.where or 'a task'}: the environment passed a reply of "
                 f"{len(reply)} tokens before the first turn; await sample() without a reply first"
             )
-        room = self.left - len(reply)
-        if room < 1:
-            raise EngineError(
-                f"too-long: {self.task.where or 'a task'}: a reply of {len(reply)} tokens leaves no room "
-                f"for a turn, because only {self.left} of rollout.sampling.max_tokens = "
-                f"{self.sampling.max_tokens} are left; end the trajectory there (check `sample.left`), or "
-                "raise the setting"
-            )
-        most = room if max_tokens is None else min(room, max_tokens)
-        least = min(self.sampling.min_tokens, most)
-        sampling = replace(self.sampling, max_tokens=most, min_tokens=least)
-        return Turn(reply=tuple(reply), sampling=sampling, limited=most < room)
+        return self._turn(self.left - len(reply), max_tokens, reply=tuple(reply))
 
-    def add(self, reply: tuple[int, ...], completion: Completion) -> Trajectory:
+    def branch(self, prefix: Sequence[int], *, max_tokens: int | None = None) -> Turn:
+        """Return the next turn in another context: `prefix` takes the place of the prompt and of everything
+        that came after it, for example because a chat template renders earlier turns differently from now
+        on. The trajectory gets another part. What the policy wrote in earlier parts is trained on there;
+        copies of it in `prefix` are context.
+
+        Args:
+            prefix: token ids, also before the first turn.
+            max_tokens: as in a call.
+
+        Raises:
+            OutOfRoom: the limits leave no room for a turn, in all or behind this prefix.
+        """
+        behind = self._max_context - len(prefix)
+        return self._turn(min(self.left, behind), max_tokens, prefix=tuple(prefix))
+
+    def _turn(
+        self,
+        room: int,
+        max_tokens: int | None,
+        *,
+        reply: tuple[int, ...] = (),
+        prefix: tuple[int, ...] | None = None,
+    ) -> Turn:
+        rules, name = self.rules, self.task.where or "a task"
+        if self.turns_left < 1:
+            self._over = "turns"
+            raise OutOfRoom(
+                f"{name}: all {rules.max_turns} turns of rollout.max_turns are done", limit="turns"
+            )
+        if self.trajectory is not None and prefix is None:
+            room = min(room, self._max_context - len(self.trajectory.token_ids) - len(reply))
+        if room < 1:
+            self._over = "tokens"
+            raise OutOfRoom(
+                f"{name}: a context of {len(prefix or reply)} more tokens leaves no room for a turn, because "
+                f"only {self.left} of the trajectory's {rules.max_tokens} tokens are left",
+                limit="tokens",
+            )
+        allowed = min(room, rules.sampling.max_tokens)
+        most = allowed if max_tokens is None else min(allowed, max_tokens)
+        least = min(rules.sampling.min_tokens, most)
+        sampling = replace(rules.sampling, max_tokens=most, min_tokens=least)
+        return Turn(reply=reply, prefix=prefix, sampling=sampling, limited=most < allowed, ask=self._asked)
+
+    @property
+    def _max_context(self) -> int:
+        return self.rules.max_context or len(self.task.token_ids) + self.rules.max_tokens
+
+    def _asked(self, turn: Turn) -> Awaitable[Trajectory]:
+        return self.ask(turn)
+
+    def add(self, turn: Turn, completion: Completion) -> Trajectory:
         """Append a finished turn, and return the trajectory."""
         if self.trajectory is None:
             self.trajectory = Trajectory.of(completion)
+        elif turn.prefix is not None:
+            self.trajectory = self.trajectory.branched(completion)
         else:
-            self.trajectory = self.trajectory.continued(reply, completion)
+            self.trajectory = self.trajectory.continued(turn.reply, completion)
+        self._limited = turn.limited
         return self.trajectory
+
+    def close(self) -> Trajectory:
+        """Return the trajectory, which the environment has ended, with what ended it."""
+        trajectory = self.trajectory
+        assert trajectory is not None, "a turn has ended"
+        if self._over is not None:
+            trajectory = replace(trajectory, finish_reason="length", end=self._over)
+        elif self._limited and trajectory.finish_reason == "length":
+            # The environment ended it there, with some of the budget left: that is no truncation.
+            trajectory = replace(trajectory, finish_reason="stop", end="done")
+        self.trajectory = trajectory
+        return trajectory
 
 
 Trajectories = tuple[Prompt, Sequence[Trajectory]]
@@ -134,9 +243,13 @@ class Environment:
         return ()
 
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
-        """Return one trajectory of the task. The default is a single turn.
+        """Return one trajectory of the task: that of the last `await sample(...)`. The default is a single
+        turn.
 
-        It may await `sample` alone. Sampling of a step stops when one call raises.
+        It runs in an asyncio event loop, and may await anything besides; meanwhile the engine works on other
+        trajectories. What blocks the loop stops them all: run it in a thread, or in a process.
+
+        Sampling of a step stops when one call raises, `OutOfRoom` excepted: the others are cancelled.
         """
         return await sample()
 
@@ -263,8 +376,8 @@ def reward_inputs(task: Prompt, trajectories: Sequence[Trajectory]) -> list[Rewa
             prompt=task.text,
             completion=trajectory.text or "",
             row=task.row,
-            prompt_token_ids=trajectory.prompt_token_ids,
-            completion_token_ids=trajectory.token_ids[len(trajectory.prompt_token_ids) :],
+            prompt_token_ids=trajectory.parts[0][0].token_ids,
+            completion_token_ids=trajectory.added_token_ids,
             finish_reason=trajectory.finish_reason,
             index=task.index,
             where=task.where,
@@ -273,212 +386,3 @@ def reward_inputs(task: Prompt, trajectories: Sequence[Trajectory]) -> list[Rewa
         )
         for trajectory in trajectories
     ]
-
-
-# Running the trajectories of many tasks in one engine.
-
-
-class _Episode:
-    """One trajectory on its way: a coroutine of the environment, and the turn that it waits for."""
-
-    def __init__(self, environment: Environment, sampler: Sampler) -> None:
-        self.sampler = sampler
-        self.turn: Turn | None = None
-        """None: the trajectory has ended."""
-        self._coroutine = environment.run(sampler.task, sampler)
-        if not inspect.iscoroutine(self._coroutine):
-            raise EngineError(
-                f"wrong-result: {self._name}: {type(environment).__name__}.run returned "
-                f"{type(self._coroutine).__name__}; write it as `async def run(self, task, sample)`"
-            )
-        self._advance(None)
-
-    def add(self, completion: Completion) -> None:
-        """Append the turn that was waited for. One that was aborted ends the trajectory where it is."""
-        turn = self.turn
-        assert turn is not None, "nobody waits for a turn"
-        trajectory = self.sampler.add(turn.reply, completion)
-        if completion.finish_reason == "abort":
-            self.close()
-            return
-        self._advance(trajectory)
-        if self.turn is None and turn.limited and completion.finish_reason == "length":
-            # The environment ended it there, with some of the budget left: that is no truncation.
-            self.sampler.trajectory = replace(trajectory, finish_reason="stop")
-
-    def cut(self) -> None:
-        """End the trajectory where it is, as if its last turn had been aborted."""
-        self.sampler.trajectory = replace(self.trajectory, finish_reason="abort")
-        self.close()
-
-    def close(self) -> None:
-        """Let the environment's coroutine end."""
-        self.turn = None
-        self._coroutine.close()
-
-    @property
-    def trajectory(self) -> Trajectory:
-        assert self.sampler.trajectory is not None, "begun"
-        return self.sampler.trajectory
-
-    def _advance(self, trajectory: Trajectory | None) -> None:
-        try:
-            awaited = self._coroutine.send(trajectory)
-        except StopIteration as ended:
-            self.turn = None
-            if ended.value is None or ended.value is not self.sampler.trajectory:
-                raise EngineError(
-                    f"wrong-result: {self._name}: the environment's run returned "
-                    f"{type(ended.value).__name__} instead of the trajectory of its last `await "
-                    "sample(...)`; return that trajectory"
-                ) from None
-            return
-        if not isinstance(awaited, Turn):
-            raise EngineError(
-                f"wrong-result: {self._name}: the environment's run awaited {type(awaited).__name__}, but "
-                "it may only await sample(...); do other work in plain calls"
-            )
-        self.turn = awaited
-
-    @property
-    def _name(self) -> str:
-        return self.sampler.task.where or f"task {self.sampler.task.index}"
-
-
-Tasks = Sequence[tuple[Prompt, Sequence[int]]]
-"""Tasks, each with the seeds of its trajectories."""
-
-
-def at_once(tasks: Tasks) -> Callable[[int], Tasks]:
-    """Return what `run_episodes` takes all of these tasks from at its beginning."""
-    left = [tasks]
-    return lambda running: left.pop() if left else ()
-
-
-def run_episodes(
-    engine: InferenceEngine,
-    environment: Environment,
-    take: Callable[[int], Tasks],
-    *,
-    sampling: SamplingParams,
-    on_end: Callable[[int, int, Trajectory], None],
-    stop: Callable[[], bool] = lambda: False,
-) -> list[list[Trajectory]]:
-    """Run every trajectory of the tasks to its end; one list per task, in order of its seeds. First turns of
-    a task that are alike are one request, so that the engine computes their prompt once.
-
-    Args:
-        take: returns the tasks to begin. Called with the number of trajectories that have not ended, at the
-            beginning and after each that ends.
-        on_end: called with the number of the task, the index of the seed, and the trajectory when it has
-            ended.
-        stop: whether no further turn is to begin: the engine's `abort` may come when no turn is running.
-            Trajectories that were not at their end then end with finish_reason "abort".
-
-    Raises:
-        EngineError: from the engine; or it returned other samples than were asked for. And what
-            `environment.run` raises. Nothing of the call is left in the engine.
-    """
-    episodes: list[list[_Episode]] = []
-    handles: dict[Handle, tuple[int, list[_Episode]]] = {}
-    running = 0
-    submitted = stopped = False
-
-    def begin() -> None:
-        nonlocal running, submitted
-        asked: list[tuple[int, list[_Episode]]] = []
-        requests: list[GenerationRequest] = []
-        for task, seeds in take(running):
-            episodes.append([])
-            for seed in seeds:
-                episodes[-1].append(_Episode(environment, Sampler(task, sampling=sampling, seed=seed)))
-            running += len(seeds)
-            for first, alike in _alike(episodes[-1]):
-                asked.append((len(episodes) - 1, alike))
-                requests.append(
-                    GenerationRequest(
-                        prompt_token_ids=task.token_ids,
-                        sampling=first,
-                        seeds=tuple(episode.sampler.seed for episode in alike),
-                    )
-                )
-        submitted = submitted or bool(requests)
-        handles.update(zip(_submit(engine, requests), asked, strict=True))
-
-    try:
-        begin()
-        with contextlib.closing(engine.finished()) as stream:
-            for done in stream:
-                number, alike = handles[done.handle]
-                episode = alike[done.sample]
-                _check(number, episode, done.completion)
-                episode.add(done.completion)
-                if episode.turn is not None:
-                    if not stopped and (done.completion.finish_reason == "abort" or stop()):
-                        stopped = True
-                        engine.abort()  # the one before may have come between two turns
-                    if not stopped:
-                        engine.continue_(done, episode.turn.reply, sampling=episode.turn.sampling)
-                        continue
-                    episode.cut()
-                running -= 1
-                on_end(number, episodes[number].index(episode), episode.trajectory)
-                begin()
-    except BaseException:
-        _drop(engine, [one for group in episodes for one in group], submitted=submitted)
-        raise
-    if missing := sum(episode.turn is not None for group in episodes for episode in group):
-        raise EngineError(f"wrong-result: the engine did not return {missing} of the requested samples")
-    return [[episode.trajectory for episode in group] for group in episodes]
-
-
-def _alike(group: Sequence[_Episode]) -> list[tuple[SamplingParams, list[_Episode]]]:
-    """The episodes of a task by how their first turn is sampled, in order."""
-    alike: dict[SamplingParams, list[_Episode]] = {}
-    for episode in group:
-        assert episode.turn is not None, "begun"
-        alike.setdefault(episode.turn.sampling, []).append(episode)
-    return list(alike.items())
-
-
-def _drop(engine: InferenceEngine, episodes: Sequence[_Episode], *, submitted: bool) -> None:
-    """Leave nothing of a call that failed, in the engine or in the environment."""
-    if submitted:  # before the stream began, or it would have dropped them
-        engine.abort()
-        with contextlib.suppress(EngineError), contextlib.closing(engine.finished()) as stream:
-            for _ in stream:
-                pass
-    for episode in episodes:
-        with contextlib.suppress(RuntimeError):  # of a coroutine that awaits while it is closed
-            episode.close()
-
-
-def _submit(engine: InferenceEngine, requests: Sequence[GenerationRequest]) -> Sequence[Handle]:
-    """Submit all of them: together where the engine spreads them over replicas."""
-    together: Callable[[Sequence[GenerationRequest]], Sequence[Handle]] | None
-    together = getattr(engine, "submit_all", None)
-    return [engine.submit(request) for request in requests] if together is None else together(requests)
-
-
-def _check(number: int, episode: _Episode, completion: Completion) -> None:
-    """Check that the engine returned the sample that was asked for; a mix-up would train on the wrong
-    tokens."""
-    before, turn = episode.sampler.trajectory, episode.turn
-    if turn is None or completion.seed != episode.sampler.seed:
-        raise EngineError(f"wrong-result: request {number}: the samples' seeds are not the requested ones")
-    prompt = episode.sampler.task.token_ids if before is None else (*before.token_ids, *turn.reply)
-    check_completion(number, prompt, completion)
-
-
-def check_completion(index: int, prompt_token_ids: Sequence[int], completion: Completion) -> None:
-    """Raises EngineError: it is not of this prompt, that of request number `index`, or not as long as its
-    logprobs."""
-    if completion.prompt_token_ids != tuple(prompt_token_ids):
-        raise EngineError(
-            f"wrong-result: request {index}: the engine returned a completion for another prompt",
-        )
-    if len(completion.logprobs) != len(completion.token_ids):
-        raise EngineError(
-            f"wrong-result: request {index}: the engine returned {len(completion.token_ids)} tokens but "
-            f"{len(completion.logprobs)} logprobs",
-        )

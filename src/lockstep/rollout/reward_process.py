@@ -153,7 +153,7 @@ class RewardWorker:
             os.close(writer)
         self._process = process
         # A thread, because a full pipe would block the reward in its print while the run waits for its score.
-        self._output = threading.Thread(target=_show, args=(reader,), name="reward-output", daemon=True)
+        self._output = threading.Thread(target=show_output, args=(reader,), name="reward-output", daemon=True)
         self._output.start()
         name = self._name
         try:
@@ -215,7 +215,7 @@ def _received(outcome: Any) -> float | RewardFailure:
     return RewardFailure("its process replied with something other than a score")
 
 
-def _show(reader: int) -> None:
+def show_output(reader: int) -> None:
     """Copy the process's output to our standard error, escaped, until it closes its end."""
     with open(reader, "rb") as lines:
         while line := lines.readline(_LINE_BYTES):
@@ -294,14 +294,23 @@ class Worker:
         return self._loop.run_until_complete(coroutine)
 
     def _failure(self, error: BaseException) -> Message:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == self._file]
-        place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
-        try:
-            lines = "".join(traceback.format_exception(error))[-TRACEBACK_LENGTH:]
-        except Exception as second:
-            lines = f"the traceback cannot be shown: {type(second).__name__}"
-        problem = printable(str(error)) if isinstance(error, RewardFailure) else raised(error)
-        return {"problem": problem + printable(place), "traceback": lines}
+        return failure_of(error, self._file)
+
+
+def failure_of(error: BaseException, file: str | None) -> Message:
+    """Return {problem, traceback} of what the user's code raised.
+
+    Args:
+        file: the user's, of which the problem names the line.
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
+    try:
+        lines = "".join(traceback.format_exception(error))[-TRACEBACK_LENGTH:]
+    except Exception as second:
+        lines = f"the traceback cannot be shown: {type(second).__name__}"
+    problem = printable(str(error)) if isinstance(error, RewardFailure) else raised(error)
+    return {"problem": problem + printable(place), "traceback": lines}
 
 
 def seed_generators(seed: int) -> None:

@@ -121,6 +121,9 @@ class RewardSet:
             self.close()
             raise
 
+    def __bool__(self) -> bool:
+        return bool(self._configs)
+
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored | None]:
         """Return one entry per input, in order; None if a reward failed under on_error = drop.
 

@@ -21,7 +21,8 @@ from lockstep.observe.metrics import Spans
 from lockstep.protocols.engine import InferenceEngine, runs_on_ranks
 from lockstep.ranks.context import RankContext, RankError
 from lockstep.ranks.shared_queue import SharedQueue
-from lockstep.rollout.environment import Environment, SingleTurn, Trajectories, run_episodes
+from lockstep.rollout.environment import Environment, SingleTurn, Trajectories, TrajectoryRules
+from lockstep.rollout.episodes import run_episodes
 from lockstep.rollout.rewards import Scored, check_total
 from lockstep.rollout.shares import SentShare, Share
 from lockstep.schema.rollout import (
@@ -241,9 +242,17 @@ class GroupSampler:
     (BucketTransfer.serve)."""
 
     def groups(
-        self, prompts: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
+        self,
+        prompts: Sequence[Prompt],
+        key: SampleKey,
+        *,
+        sampling: SamplingConfig | TrajectoryRules,
+        group_size: int,
     ) -> SampledStep:
-        """Sample `group_size` completions of every prompt and score them. Aborted when one of the ranks was.
+        """Sample `group_size` trajectories of every prompt and score them. Aborted when one of the ranks was.
+
+        Args:
+            sampling: of each turn, with max_tokens for all turns and replies together; or other limits.
 
         Raises:
             EngineError: from the engine, or when it returns other samples than requested.
@@ -256,10 +265,15 @@ class GroupSampler:
                     f"tokens, which exceeds data.max_prompt_tokens = {self.max_prompt_tokens}; raise the "
                     "setting, or shorten the prompt"
                 )
+        rules = sampling
+        if isinstance(rules, SamplingConfig):
+            rules = TrajectoryRules.of(sampling_params(rules))
+        if self.max_prompt_tokens is not None:
+            rules = replace(rules, max_context=self.max_prompt_tokens + rules.max_tokens)
         size, source = self.ranks.world_size, self._source(len(prompts), group_size)
 
         def own_share() -> Share:
-            share = partial(self._share, prompts, source, key, sampling=sampling, group_size=group_size)
+            share = partial(self._share, prompts, source, key, rules=rules, group_size=group_size)
             if not runs_on_ranks(self.engine):
                 return share()
             with self.engine.leading():
@@ -274,7 +288,9 @@ class GroupSampler:
         if size == 1:
             shares = [call()]
         else:
-            sent = self.ranks.gather_results(lambda: SentShare.of(call()), SentShare, what="sampling")
+            sent = self.ranks.gather_results(
+                lambda: SentShare.of(call(), prompts), SentShare, what="sampling"
+            )
             shares = [share.received(prompts) for share in sent]
         if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)
@@ -321,7 +337,7 @@ class GroupSampler:
         source: _Source,
         key: SampleKey,
         *,
-        sampling: SamplingConfig,
+        rules: TrajectoryRules,
         group_size: int,
     ) -> Share:
         """This rank's share of `groups`; it may have no task."""
@@ -355,7 +371,7 @@ class GroupSampler:
                 self.engine,
                 self.environment,
                 take,
-                sampling=sampling_params(sampling),
+                rules=rules,
                 on_end=score,
                 stop=lambda: scores.failed or self._is_cancelled(),
             )
@@ -432,7 +448,8 @@ class GroupSampler:
             key = replace(key, sampling_round=sampling_round)
             batch = self._tasks(num_groups, key, tried)[: num_groups - len(kept)]
             tried.update(prompt.token_ids for prompt in batch)
-            sampled = self.groups(batch, key, sampling=rollout.sampling, group_size=rollout.group_size)
+            rules = trajectory_rules(rollout)
+            sampled = self.groups(batch, key, sampling=rules, group_size=rollout.group_size)
             if sampled.aborted or resampling is None:
                 return sampled
             for name, value in sampled.counts.items():
@@ -465,6 +482,16 @@ class GroupSampler:
 def sampling_params(config: SamplingConfig) -> SamplingParams:
     """Convert a sampling config, field by field, to the engine's form."""
     return SamplingParams(**config.model_dump())
+
+
+def trajectory_rules(config: RolloutConfig) -> TrajectoryRules:
+    """Return how trajectories are sampled in training."""
+    return TrajectoryRules(
+        sampling=sampling_params(config.sampling),
+        max_tokens=config.trajectory_tokens,
+        max_turns=config.max_turns,
+        wait_seconds=config.wait_seconds,
+    )
 
 
 def _round_tasks(

@@ -192,13 +192,15 @@ def limits(*, memory: int = MEMORY_LIMIT) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def lock(readable: Iterable[str] | None, *, may_fork: bool) -> dict[str, Any]:
+def lock(readable: Iterable[str] | None, *, may_fork: bool, may_serve: bool = False) -> dict[str, Any]:
     """Give up, for ever, every right that evaluating text does not need. Returns the layers that were
     installed.
 
     Args:
         readable: folders and files that may still be read. None: files as before.
         may_fork: whether to allow processes (never programs), and a further lock.
+        may_serve: whether to allow also receiving descriptors over a socket that is there, and giving them to
+            a fork as its standard output.
     """
     # The kernel demands it of a process without privileges before it takes a Landlock rule set or a filter.
     if not prctl(_PR_SET_NO_NEW_PRIVS, 1):
@@ -208,7 +210,7 @@ def lock(readable: Iterable[str] | None, *, may_fork: bool) -> dict[str, Any]:
         prctl(_PR_CAPBSET_DROP, capability)
     return {
         "landlock": _landlock(list(readable or ())) if readable is not None else 0,
-        "seccomp": _seccomp(may_fork),
+        "seccomp": _seccomp(may_fork, may_serve),
     }
 
 
@@ -260,6 +262,8 @@ _FORKING = {
     "aarch64": "59 260 129 167 164 261 277 436",
 }
 """Also for a process that may fork: fork, wait4, kill, prctl, setrlimit, pipe2, seccomp, close_range."""
+_SERVING = {"x86_64": "33 47 112 292", "aarch64": "24 157 212"}
+"""Also for a process that may serve: dup2, dup3, recvmsg, setsid."""
 _OPEN = {"x86_64": ((257, 2), (2, 1)), "aarch64": ((56, 2),)}
 """open calls: (number, index of the flags)."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
@@ -268,12 +272,12 @@ _NOT_THERE = {"x86_64": (435, 437), "aarch64": (435, 437)}
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
-def _seccomp(may_fork: bool) -> bool:
+def _seccomp(may_fork: bool, may_serve: bool) -> bool:
     machine = platform.machine()
     # The filter reads the low half of 64-bit arguments at their first four bytes.
     if machine not in _AUDIT or sys.byteorder != "little":
         return False
-    program = b"".join(_filter(machine, may_fork))
+    program = b"".join(_filter(machine, may_fork, may_serve))
     # Kept in a variable: the descriptor holds only its address, and the kernel reads it during the call.
     buffer = ctypes.create_string_buffer(program, len(program))
     descriptor = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
@@ -281,7 +285,7 @@ def _seccomp(may_fork: bool) -> bool:
     return bool(call(_PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.c_char_p(descriptor), 0, 0) == 0)
 
 
-def _filter(machine: str, may_fork: bool) -> list[bytes]:
+def _filter(machine: str, may_fork: bool, may_serve: bool) -> list[bytes]:
     """BPF: the numbers of _COMPUTE pass, open only for reading; everything else fails with EPERM."""
     # BPF's LD|W|ABS, JMP|JEQ|K, JMP|JSET|K and RET|K; SECCOMP_RET_ALLOW, and RET_ERRNO with its number.
     load, equal, any_bit, give = 0x20, 0x15, 0x45, 0x06
@@ -301,7 +305,7 @@ def _filter(machine: str, may_fork: bool) -> list[bytes]:
             op(give, allow),
         ]
 
-    numbers = _COMPUTE[machine] + (" " + _FORKING[machine] if may_fork else "")
+    numbers = " ".join([_COMPUTE[machine], *[_FORKING[machine]] * may_fork, *[_SERVING[machine]] * may_serve])
     # The architecture first: the same number is another call in 32-bit mode.
     program = [op(load, 4), op(equal, _AUDIT[machine], yes=1), op(give, refuse), op(load, 0)]
     for number in numbers.split():

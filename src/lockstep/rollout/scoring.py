@@ -17,7 +17,8 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.models.reward import RewardModel
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.environment import Environment, at_once, run_episodes
+from lockstep.rollout.environment import Environment, TrajectoryRules
+from lockstep.rollout.episodes import at_once, run_episodes
 from lockstep.rollout.reward_functions import decoded, encoded
 from lockstep.rollout.reward_models import MODEL
 from lockstep.rollout.rewards import RewardSet
@@ -395,7 +396,7 @@ class _BatchCall:
                     for prompt, samples in batch
                 ]
             ),
-            sampling=self.work.sampling,
+            rules=TrajectoryRules.of(self.work.sampling),
             on_end=self._write,
         )
         return bool(self.missing)

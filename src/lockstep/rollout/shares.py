@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from lockstep.schema.rollout import Prompt, Rollout, SampleRecord, Span
+from lockstep.schema.rollout import Prompt, Rollout, SampleRecord, Span, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,33 +29,35 @@ class Share:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentShare:
     """A share on its way: tokens and logprobs are bytes, since reading and writing each as a JSON number
-    would take as long as many steps of decoding. Prompts are not sent, as every rank has them."""
+    would take as long as many steps of decoding. Prompts of tasks are not sent, as every rank has them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     share: Share
     """Without the tokens and logprobs of its spans."""
     lengths: bytes
-    """uint32: of each span but prompts, in order, the number of its tokens and of its logprobs."""
+    """uint32: of each span, in order, the number of its tokens and of its logprobs; a context of 0 tokens is
+    the task's prompt."""
     token_ids: bytes
     """uint32, of all these spans."""
     logprobs: bytes
     """float64."""
 
     @classmethod
-    def of(cls, share: Share) -> SentShare:
-        """Return what to send."""
+    def of(cls, share: Share, prompts: Sequence[Prompt]) -> SentShare:
+        """Return what to send. prompts: of the call."""
         lengths, token_ids, logprobs = array("I"), array("I"), array("d")
 
-        def emptied(span: Span) -> Span:
-            if span.author != "prompt":
-                lengths.extend((len(span.token_ids), len(span.logprobs)))
-                token_ids.extend(span.token_ids)
-                logprobs.extend(span.logprobs)
+        def emptied(number: int, span: Span) -> Span:
+            known = span.author == "prompt" and span.token_ids == prompts[number].token_ids
+            ids = () if known else span.token_ids
+            lengths.extend((len(ids), len(span.logprobs)))
+            token_ids.extend(ids)
+            logprobs.extend(span.logprobs)
             return replace(span, token_ids=(), logprobs=())
 
         return cls(
-            share=_with_spans(share, lambda _, span: emptied(span)),
+            share=_with_spans(share, emptied),
             lengths=lengths.tobytes(),
             token_ids=token_ids.tobytes(),
             logprobs=logprobs.tobytes(),
@@ -67,9 +69,9 @@ class SentShare:
         token_ids, logprobs = iter(array("I", self.token_ids)), iter(array("d", self.logprobs))
 
         def filled(number: int, span: Span) -> Span:
-            if span.author == "prompt":
-                return replace(span, token_ids=prompts[number].token_ids)
             ids = tuple(islice(token_ids, next(lengths)))
+            if span.author == "prompt" and not ids:
+                ids = prompts[number].token_ids
             return replace(span, token_ids=ids, logprobs=tuple(islice(logprobs, next(lengths))))
 
         return _with_spans(self.share, filled)
@@ -78,20 +80,18 @@ class SentShare:
 def _with_spans(share: Share, change: Callable[[int, Span], Span]) -> Share:
     """The share with other spans. change: is given the number of the prompt and the span, in order."""
     changed: list[tuple[Rollout, ...] | None] = []
+
+    def of_trajectory(number: int, trajectory: Trajectory) -> Trajectory:
+        *earlier, last = (tuple(change(number, span) for span in spans) for spans in trajectory.parts)
+        return replace(trajectory, earlier=tuple(earlier), spans=last)
+
     for number, rollouts in zip(share.numbers, share.rollouts, strict=True):
         if rollouts is None:
             changed.append(None)
             continue
         changed.append(
             tuple(
-                replace(
-                    rollout,
-                    trajectory=replace(
-                        rollout.trajectory,
-                        spans=tuple(change(number, span) for span in rollout.trajectory.spans),
-                    ),
-                )
-                for rollout in rollouts
+                replace(rollout, trajectory=of_trajectory(number, rollout.trajectory)) for rollout in rollouts
             )
         )
     return replace(share, rollouts=tuple(changed))

@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import DataError, TrainError
-from lockstep.schema.rollout import Trajectory
+from lockstep.schema.rollout import Span, Trajectory
 
 IGNORE_LABEL = -100
 Record = TypeVar("Record", "PackedBatch", "SharedRows")
@@ -80,14 +81,16 @@ class TrainSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSample(TrainSample):
-    """A trajectory as a document; the policy's own tokens are trained on."""
+    """A trajectory, or a part of one, as a document; the policy's own tokens are trained on."""
 
     rollout_logprobs: Tensor
     """[L] float32, nats, from the engine that sampled it; 0 where loss_mask is False."""
     policy_version: int = 0
     """Version of the policy that sampled it: Trajectory.policy_version."""
     truncated: bool = False
-    """Whether max_tokens or the context length cut it off."""
+    """Whether max_tokens or the context length cut the trajectory off."""
+    trajectory: int = -1
+    """Number of the trajectory that it is a part of, in its step; -1: the document is one, `sample_id`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +120,8 @@ class ValueSample(TrainSample):
     old_values: Tensor
     """[L] float32, from the value model before the first update on the rollout batch; 0 where loss_mask is
     False."""
+    trajectory: int = -1
+    """RolloutSample.trajectory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,48 +155,67 @@ def prompt_ids(ids: Tensor, mask: Tensor) -> tuple[int, ...]:
 
 
 def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
-    """Return one document per trajectory, in order, sample_id counting from 0, trained on every token that
-    the policy wrote.
+    """Return the documents of the trajectories, in order, sample_id counting from 0, trained on every token
+    that the policy wrote: one for each part of a trajectory, of which most have one.
 
     Raises:
         DataError: a prompt is empty (nothing predicts its first sampled token), or logprobs do not match the
             policy's tokens.
     """
-    samples = []
-    for sample_id, trajectory in enumerate(trajectories):
-        if not trajectory.prompt_token_ids:
-            raise DataError(
-                f"empty: sample {sample_id} has an empty prompt, so its first sampled token has no context; "
-                "give the prompt at least a beginning-of-sequence token"
-            )
-        # numpy takes numbers out of tuples several times as fast as torch.
-        token_ids = np.array(trajectory.token_ids, dtype=np.int64)
-        loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
-        rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
-        start = 0
-        for span in trajectory.spans:
-            stop = start + len(span.token_ids)
-            if span.author == "policy":
-                if len(span.logprobs) != stop - start:
-                    raise DataError(
-                        f"wrong-result: sample {sample_id} from engine {trajectory.engine!r} has "
-                        f"{stop - start} completion tokens but {len(span.logprobs)} logprobs; an engine must "
-                        "return one per token"
-                    )
-                loss_mask[start - 1 : stop - 1] = True
-                rollout_logprobs[start - 1 : stop - 1] = span.logprobs
-            start = stop
-        samples.append(
-            RolloutSample(
-                token_ids=torch.from_numpy(token_ids),
-                loss_mask=torch.from_numpy(loss_mask),
-                sample_id=sample_id,
-                rollout_logprobs=torch.from_numpy(rollout_logprobs),
-                policy_version=trajectory.policy_version,
-                truncated=trajectory.finish_reason == "length",
-            )
-        )
+    samples: list[RolloutSample] = []
+    for number, trajectory in enumerate(trajectories):
+        for spans in trajectory.parts:
+            samples.append(_document(spans, trajectory, sample_id=len(samples), number=number))
     return samples
+
+
+def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, number: int) -> RolloutSample:
+    if not spans[0].token_ids:
+        raise DataError(
+            f"empty: sample {number} has an empty prompt, so its first sampled token has no context; give "
+            "the prompt at least a beginning-of-sequence token"
+        )
+    # numpy takes numbers out of tuples several times as fast as torch.
+    token_ids = np.array(tuple(chain.from_iterable(span.token_ids for span in spans)), dtype=np.int64)
+    loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
+    rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    start = 0
+    for span in spans:
+        stop = start + len(span.token_ids)
+        if span.author == "policy":
+            if len(span.logprobs) != stop - start:
+                raise DataError(
+                    f"wrong-result: sample {number} from engine {trajectory.engine!r} has {stop - start} "
+                    f"completion tokens but {len(span.logprobs)} logprobs; an engine must return one per "
+                    "token"
+                )
+            loss_mask[start - 1 : stop - 1] = True
+            rollout_logprobs[start - 1 : stop - 1] = span.logprobs
+        start = stop
+    return RolloutSample(
+        token_ids=torch.from_numpy(token_ids),
+        loss_mask=torch.from_numpy(loss_mask),
+        sample_id=sample_id,
+        rollout_logprobs=torch.from_numpy(rollout_logprobs),
+        policy_version=trajectory.policy_version,
+        truncated=trajectory.finish_reason == "length",
+        trajectory=number if trajectory.earlier or sample_id != number else -1,
+    )
+
+
+def trajectory_slices(samples: Sequence[TrainSample]) -> list[slice]:
+    """Return where the documents of each trajectory are among `samples`, in order; other documents than
+    rollouts are one by one."""
+    slices: list[slice] = []
+    before: int | None = None
+    for index, sample in enumerate(samples):
+        number = getattr(sample, "trajectory", -1)
+        if number >= 0 and number == before:
+            slices[-1] = slice(slices[-1].start, index + 1)
+        else:
+            slices.append(slice(index, index + 1))
+        before = number
+    return slices
 
 
 def policy_samples(
@@ -220,6 +244,7 @@ def policy_samples(
             truncated=sample.truncated,
             advantages=values,
             ref_logprobs=ref,
+            trajectory=sample.trajectory,
         )
         for sample, values, ref in zip(samples, advantages, refs, strict=True)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -12,6 +12,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 Author = Literal["prompt", "policy", "tool"]
 """The writer of a span. tool: anything other than the policy, after the prompt."""
+
+EndReason = Literal["done", "length", "turns", "tokens", "abort"]
+"""What ended a trajectory. done: its environment, or the policy's end of sequence in a single turn. length:
+its last turn was cut off. turns, tokens: a limit of the trajectory left no room for another turn."""
 
 LogprobKind = Literal["temperature_scaled"]
 """The only kind that can be compared with a trainer's: log_softmax(logits / temperature) in float32,
@@ -56,6 +60,9 @@ class GenerationRequest:
     sampling: SamplingParams
     seeds: tuple[int, ...]
     """One 63-bit seed per sample; n = len(seeds). A sample's noise is a pure function of (seed, position)."""
+    trajectory_tokens: int = 0
+    """Tokens after the first turn's prompt that all turns and replies may come to; engines size their KV
+    cache by it. 0: as many as this turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +83,10 @@ class Completion:
     seed: int
     engine: str
     policy_version: int
+    """The version that wrote it, or the last of them."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens) in order, if several versions wrote it, because the engine took an update
+    while the sample was running; else empty."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were shared with the group or cached."""
     attempt: int = 1
@@ -138,19 +149,22 @@ class Trajectory:
     """Completion.cached_tokens, summed over the turns."""
     attempt: int = 1
     """The largest Completion.attempt of its turns."""
+    earlier: tuple[tuple[Span, ...], ...] = ()
+    """The spans of earlier parts, oldest first, if the trajectory went on with another context; `spans` are
+    those of the last part. The first span of a part is its context, in which the policy's words from earlier
+    parts are copies."""
+    turns: int = 1
+    """Turns of the policy."""
+    end: EndReason = "done"
+    wait_seconds: float = field(default=0.0, compare=False)
+    """Seconds that its environment took between turns."""
 
     @classmethod
     def of(cls, completion: Completion) -> Trajectory:
         """Return the trajectory of a single turn."""
         prompt = Span(author="prompt", token_ids=completion.prompt_token_ids)
-        answer = Span(
-            author="policy",
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            policy_version=completion.policy_version,
-        )
         return cls(
-            spans=(prompt, answer),
+            spans=(prompt, *_policy_spans(completion)),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             text=completion.text,
@@ -158,6 +172,7 @@ class Trajectory:
             engine=completion.engine,
             cached_tokens=completion.cached_tokens,
             attempt=completion.attempt,
+            end="done" if completion.finish_reason == "stop" else completion.finish_reason,
         )
 
     def continued(self, token_ids: tuple[int, ...], completion: Completion) -> Trajectory:
@@ -173,37 +188,78 @@ class Trajectory:
                 f"({len(self.token_ids)} tokens) followed by the {len(token_ids)} added tokens"
             )
         added = (Span(author="tool", token_ids=token_ids),) if token_ids else ()
-        later = Trajectory.of(completion)
-        cached = self.cached_tokens + completion.cached_tokens
-        attempt = max(self.attempt, completion.attempt)
+        later = self._with(completion)
+        return replace(later, spans=(*self.spans, *added, *later.spans[1:]), earlier=self.earlier)
+
+    def branched(self, completion: Completion) -> Trajectory:
+        """Return the trajectory with another turn in a part of its own, whose context is the completion's
+        prompt."""
+        return replace(self._with(completion), earlier=self.parts)
+
+    def _with(self, completion: Completion) -> Trajectory:
         return replace(
-            later, spans=(*self.spans, *added, later.spans[1]), cached_tokens=cached, attempt=attempt
+            Trajectory.of(completion),
+            cached_tokens=self.cached_tokens + completion.cached_tokens,
+            attempt=max(self.attempt, completion.attempt),
+            turns=self.turns + 1,
         )
 
     @property
+    def parts(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of all parts, oldest first; each is a document of its own."""
+        return (*self.earlier, self.spans)
+
+    @property
+    def added_token_ids(self) -> tuple[int, ...]:
+        """Everything after the contexts of all parts: what the policy and tools wrote."""
+        added = (span.token_ids for spans in self.parts for span in spans[1:])
+        return tuple(chain.from_iterable(added))
+
+    @property
+    def added_tokens(self) -> int:
+        """Number of `added_token_ids`."""
+        return sum(len(span.token_ids) for spans in self.parts for span in spans[1:])
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens, from the prompt on."""
+        """All tokens of the last part, from its context on."""
         return tuple(chain.from_iterable(span.token_ids for span in self.spans))
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The tokens before the first policy token."""
+        """The tokens before the first policy token of the last part."""
         return self.spans[0].token_ids
 
     @property
     def policy_tokens(self) -> int:
         """Number of tokens that the policy wrote."""
-        return sum(len(span.token_ids) for span in self.spans if span.author == "policy")
+        every = chain.from_iterable(self.parts)
+        return sum(len(span.token_ids) for span in every if span.author == "policy")
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
         """Versions of the policy that wrote parts of it, oldest first."""
-        return tuple(sorted({span.policy_version for span in self.spans if span.policy_version is not None}))
+        every = chain.from_iterable(self.parts)
+        return tuple(sorted({span.policy_version for span in every if span.policy_version is not None}))
 
     @property
     def policy_version(self) -> int:
         """The oldest version of the policy that wrote a part of it."""
         return self.policy_versions[0]
+
+
+def _policy_spans(completion: Completion) -> Iterator[Span]:
+    """A span for each version that wrote a part of the completion."""
+    start = 0
+    for version, count in completion.versions or ((completion.policy_version, len(completion.token_ids)),):
+        stop = start + count
+        yield Span(
+            author="policy",
+            token_ids=completion.token_ids[start:stop],
+            logprobs=completion.logprobs[start:stop],
+            policy_version=version,
+        )
+        start = stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,6 +116,7 @@ def run(requests, *, capacity, max_rows, ahead, abort=None, **how):
             assert key not in seen
             seen[key] = (sample.state.token_ids, reason)
             assert sample.state.token_ids == [] or len(sample.logprobs) == len(sample.state.token_ids)
+            scheduler.forget(sample)
         if abort.is_set() and len(seen) == len(samples):
             break
     assert len(seen) == len(samples)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,9 @@ class HFEngine(EmbeddedEngine):
                 max_batch=self._config.max_batch,
                 on_token=self.on_token,
             )
-        return self._generation.advance(self._inbox, abort=self._abort)
+        ended = self._generation.advance(self._inbox, abort=self._abort, border=self._border)
+        self._recomputed_tokens += self._generation.pop_recomputed()
+        return ended
 
     def _out_of_memory(self) -> tuple[str, str]:
         return (
@@ -135,14 +137,26 @@ class Generation:
         self._counts: list[int] = []
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=skeleton.device)
         self._plan: Decode | None = None
+        self._recomputed = 0
 
-    def advance(self, inbox: deque[Turn], *, abort: threading.Event) -> list[EndedSample]:
+    def pop_recomputed(self) -> int:
+        """Return how many tokens of earlier turns were computed again since the last call."""
+        recomputed, self._recomputed = self._recomputed, 0
+        return recomputed
+
+    def advance(
+        self, inbox: deque[Turn], *, abort: threading.Event, border: Callable[[], None]
+    ) -> list[EndedSample]:
         """Run until a sample has ended, and take what comes into `inbox` meanwhile. Returns nothing when
-        nothing is left."""
+        nothing is left. Calls `border` before each token."""
         while not self._ended:
+            border()
             while inbox:
                 turn = inbox.popleft()
                 length, samples = len(turn.request.prompt_token_ids), range(len(turn.samples))
+                if turn.after is not None:
+                    before = turn.after.completion
+                    self._recomputed += len(before.prompt_token_ids) + len(before.token_ids)
                 self._queue.append(Group(turn=turn, length=length, waiting=deque(samples)))
             if abort.is_set():
                 self._abort_all()

@@ -16,20 +16,20 @@ import dataclasses
 import heapq
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.embedded import EmbeddedEngine, EndedSample, end_of
+from lockstep.engine.embedded import EmbeddedEngine, end_of
 from lockstep.engine.native.kv_cache import KVCache, Move, most_tokens
 from lockstep.engine.native.peers import Chunk, Columns, Op, temperature_of
 from lockstep.engine.native.runner import Layers, Pending, Runner
 from lockstep.engine.native.scheduler import Admission, Sample, Scheduler
 from lockstep.engine.sampling import is_shaped
-from lockstep.engine.streaming import OnToken, Turn
+from lockstep.engine.streaming import Ending, HeldKey, OnToken, Turn
 from lockstep.errors import EngineError
 from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
@@ -40,12 +40,13 @@ from lockstep.schema.rollout import SamplingParams
 from lockstep.schema.weights import WeightUpdate
 
 NAME = "native"
+EndedSample = tuple[Sample, Ending]
 
 
 class NativeEngine(EmbeddedEngine):
-    """See EmbeddedEngine. The KV cache is sized for the samples that are there when the first of them begins,
-    and grows when nothing runs: later turns, whose context is longer, may wait for room.
-    `engine.kv_cache_tokens` says how much the last turns need."""
+    """See EmbeddedEngine. The KV cache is sized for the samples that are there when the first of them begins;
+    where requests say how long a trajectory may become, it is sized for all trajectories. It grows when
+    nothing runs: turns beyond it wait for that, and keys of held trajectories are then computed again."""
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
         device = next(model.module.parameters()).device
@@ -75,6 +76,10 @@ class NativeEngine(EmbeddedEngine):
         """Samples that wait until nothing runs, so that the KV cache may grow."""
         self._sampling: set[SamplingParams] = set()
         """Of all samples of the generation."""
+        self._ended_samples: dict[HeldKey, Sample] = {}
+        """The last sample of each trajectory that may go on."""
+        self._owners: dict[tuple[int, ...], list[Sample]] = {}
+        """Samples with the keys and values of each prompt."""
         self._most: int | None = None
         """Tokens of KV cache that memory allows, as of the beginning of the stream."""
 
@@ -90,23 +95,28 @@ class NativeEngine(EmbeddedEngine):
     def _run(self) -> list[EndedSample]:
         """Steps until one ends a sample; turns that come meanwhile join."""
         ended: list[EndedSample] = []
+        self._holds_changed = True
         while not ended:
-            if self._inbox:
+            self._border()
+            if self._inbox or self._holds_changed:
                 self._take_inbox()
             if self._abort.is_set():
                 running = [] if self._generation is None else self._generation.abort()
                 ended = [*running, *((sample, ("abort", None)) for sample in self._later)]
                 self._retire()
                 self._later = []
-                return ended
+                break
             if self._generation is None or (self._later and self._generation.idle):
                 self._start()
             assert self._generation is not None
             ended = self._generation.step(self._abort)
+        self._ended_samples |= {_key(sample.turn, sample.index): sample for sample, _ in ended}
         return ended
 
     def _end(self) -> None:
         self._retire()
+        self._ended_samples.clear()
+        self._owners.clear()
         self._later, self._most = [], None
 
     def _retire(self) -> None:
@@ -115,6 +125,23 @@ class NativeEngine(EmbeddedEngine):
             if generation.idle:
                 generation.drain()
             self.counts.preemptions += generation.scheduler.preemptions
+            self._recomputed_tokens += generation.scheduler.recomputed_tokens
+        for owners in self._owners.values():  # in place: samples that wait know the lists
+            owners.clear()
+
+    def _settle(self) -> None:
+        if self._generation is not None:
+            self._generation.drain()
+
+    def _recompute(self) -> list[Sample]:
+        if self.ranks > 1:
+            self._require_idle("update_weights")
+        if self._generation is None:
+            return list(self._later)
+        scheduler = self._generation.scheduler
+        scheduler.recompute()
+        ended = [sample for sample, _ in self._generation.ended]
+        return [*ended, *scheduler.unfinished(), *self._later]
 
     # on several ranks
 
@@ -174,8 +201,14 @@ class NativeEngine(EmbeddedEngine):
             pending.append(runner.step(columns, temperature=temperature_of(int(words[1]))))
 
     def stats(self) -> EngineStats:
-        self._kv_use = 0.0 if self._generation is None else self._generation.scheduler.use
-        return super().stats()
+        if self._generation is None:
+            self._kv_use = 0.0
+            return super().stats()
+        scheduler = self._generation.scheduler
+        self._kv_use = scheduler.use
+        stats = super().stats()
+        recomputed = stats.recomputed_tokens + scheduler.recomputed_tokens
+        return dataclasses.replace(stats, recomputed_tokens=recomputed)
 
     def _give_back(self) -> None:
         self._kv_cache = self._runner = None
@@ -183,14 +216,22 @@ class NativeEngine(EmbeddedEngine):
     # samples
 
     def _take_inbox(self) -> None:
-        """Let the turns of the inbox run: at once, or when nothing runs if the KV cache is too small."""
-        while self._inbox:
-            turn, owners = self._inbox.popleft(), list[Sample]()
-            self._later += [
-                Sample.of(turn, i, model=self._model, owners=owners) for i in range(len(turn.samples))
-            ]
+        """Let the turns of the inbox run: at once, or when nothing runs if the KV cache is too small. Keys of
+        trajectories that do not go on are forgotten."""
+        with self._turn:  # what is continued is in the inbox from the moment when it is no longer held
+            turns = [self._inbox.popleft() for _ in range(len(self._inbox))]
+            going_on = self._held.keys() | {_key(turn, 0) for turn in turns}
+            self._holds_changed = False
+        before = self._ended_samples
+        self._ended_samples = {key: sample for key, sample in before.items() if key in self._held}
+        for turn in turns:
+            self._later += self._samples(turn, before)
         generation = self._generation
-        if generation is None or generation.idle:
+        if generation is None:
+            return
+        for key in before.keys() - going_on:
+            generation.scheduler.forget(before[key])
+        if generation.idle and not generation.scheduler.kept:
             return
         assert self._kv_cache is not None
         capacity = self._kv_cache.capacity
@@ -198,13 +239,29 @@ class NativeEngine(EmbeddedEngine):
         self._later = [sample for sample in self._later if sample.end - 1 > capacity]
         if joining:
             together = [*generation.scheduler.unfinished(), *joining]
-            generation.add(joining, mode=self._mode(joining), roomy=self._needed(together) <= capacity)
+            roomy = self._needed(together, kept=generation.scheduler.kept) <= capacity
+            generation.add(joining, mode=self._mode(joining), roomy=roomy)
+
+    def _samples(self, turn: Turn, ended: Mapping[HeldKey, Sample]) -> list[Sample]:
+        prompt = turn.handle.request.prompt_token_ids
+        shares = turn.request.prompt_token_ids[: len(prompt)] == prompt
+        owners = self._owners.setdefault(prompt, []) if shares else []
+        trajectory = turn.handle.request.trajectory_tokens
+        reach = min(len(prompt) + trajectory, self._model.max_positions) - 1 if trajectory and shares else 0
+        before = ended.get(_key(turn, 0)) if turn.after is not None and shares else None
+        computed = 0 if before is None else before.computed
+        return [
+            Sample.of(
+                turn, i, model=self._model, owners=owners, before=before, reach=reach, computed=computed
+            )
+            for i in range(len(turn.samples))
+        ]
 
     def _start(self) -> None:
         """Start a generation of all samples that wait; nothing runs now."""
         self._retire()
         samples, self._sampling = self._later, set()
-        needed = self._needed(samples)
+        needed = self._needed(samples, kept=self._ended_samples.values())
         kv_cache, runner = self._sized(needed, samples)
         runner.use(kv_cache)
         scheduler = Scheduler(
@@ -224,9 +281,16 @@ class NativeEngine(EmbeddedEngine):
             return Mode(ahead=0, temperature=None)
         return Mode(ahead=self.ahead, temperature=temperatures.pop())
 
-    def _needed(self, samples: Sequence[Sample]) -> int:
-        """Tokens of KV cache with which all that can run together fit at full length."""
-        return sum(heapq.nlargest(self._config.max_batch, (sample.end - 1 for sample in samples)))
+    def _needed(self, samples: Sequence[Sample], *, kept: Collection[Sample] = ()) -> int:
+        """Tokens of KV cache with which all that can run together, and all trajectories, fit at full
+        length."""
+        going_on = {sample.before for sample in samples}
+        held = [sample for sample in kept if sample not in going_on]
+        together = heapq.nlargest(
+            self._config.max_batch, (sample.most_keys for sample in samples if not sample.reach)
+        )
+        trajectories = sum(sample.most_keys for sample in samples if sample.reach)
+        return sum(together) + trajectories + sum(sample.reach or sample.known for sample in held)
 
     def _most_keys(self, needed: int) -> int | None:
         """None if a sample that needs so many tokens of KV cache can fit; else how many there can be."""
@@ -303,6 +367,11 @@ class NativeEngine(EmbeddedEngine):
         )
 
 
+def _key(turn: Turn, sample: int) -> HeldKey:
+    """The name of the trajectory of a sample of the turn."""
+    return turn.handle, turn.samples[sample]
+
+
 def _check_device(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
@@ -360,7 +429,8 @@ class Generation:
         self.mode = mode
         self._counts, self._on_token = counts, on_token
         self._pending: deque[tuple[list[Sample], Pending]] = deque()
-        self._ended: list[EndedSample] = []
+        self.ended: list[EndedSample] = []
+        """Samples that have ended and were not returned yet."""
 
     @property
     def idle(self) -> bool:
@@ -376,22 +446,25 @@ class Generation:
             self._read()
 
     def step(self, abort: threading.Event) -> list[EndedSample]:
-        """Launch a step and read the one that is due; returns the samples that it ended. Must not be called
-        when it is idle."""
+        """Launch a step and read the one that is due; returns the samples that it ended, or those that ended
+        before. Must not be called when it is idle."""
+        if self.ended:
+            ended, self.ended = self.ended, []
+            return ended
         launched = self._launch(abort)
         if self._pending and (not launched or len(self._pending) > self.mode.ahead):
             self._read()
         else:
             assert launched or abort.is_set(), "samples wait, and nothing runs"
-        ended, self._ended = self._ended, []
+        ended, self.ended = self.ended, []
         return ended
 
     def abort(self) -> list[EndedSample]:
         """End all samples; it cannot go on afterwards."""
-        return [*self._ended, *((sample, ("abort", None)) for sample in self.scheduler.unfinished())]
+        return [*self.ended, *((sample, ("abort", None)) for sample in self.scheduler.unfinished())]
 
     def drain(self) -> None:
-        """Read the steps that were launched for samples that have ended since, so that they are counted."""
+        """Read every step that was launched."""
         while self._pending:
             self._read()
 
@@ -447,4 +520,4 @@ class Generation:
                 ending = sample.add(token, logprob, self._on_token)
                 if ending is not None:
                     self.scheduler.finish(sample)
-                    self._ended.append((sample, ending))
+                    self.ended.append((sample, ending))

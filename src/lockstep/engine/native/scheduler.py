@@ -8,12 +8,16 @@ sampled in one place, and a sample that was preempted goes on with the bits it w
     waiting ──admit: block, prefix copied, rest prefilled──► rows ──end, stop, abort──► finished
        ▲                                                        │
        └──────────────── preempted: block freed ◄───────────────┘ no room for the next key
+
+A finished sample keeps its block until `forget`, because its trajectory may go on: the next turn is a new
+sample with `before`, which takes the block over and computes only what was added. Kept blocks are freed when
+others need their memory, those of the youngest first; then the turn computes its whole context again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +44,10 @@ _HEADROOM = 16
 quarter of its share of the KV cache, or for a quarter of what it has, whichever is most."""
 _ADMIT_SHARE = 8
 """Samples enter when one row in this many is free: a prefill of a few tokens costs as much as a step."""
+_PATIENCE = 16
+"""Steps after which later turns enter although fewer rows are free."""
+_BUSY_SHARE = 2
+"""First turns do not take the memory of kept blocks while more than one row in this many runs."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -47,7 +55,13 @@ class Sample(embedded.Sample):
     """One sample, from the request to its end."""
 
     owners: list[Sample]
-    """Samples of the turn that own a copy of its prompt's keys and values."""
+    """Samples that own a copy of the keys and values of the trajectory's prompt."""
+    before: Sample | None = None
+    """The trajectory's previous turn, if the engine still knew it."""
+    reach: int = 0
+    """Keys that the whole trajectory may come to, if the request says so."""
+    computed: int = 0
+    """Keys of the trajectory that were computed at some time."""
     in_flight: int = 0
     """Tokens that were launched and not read yet."""
 
@@ -57,8 +71,14 @@ class Sample(embedded.Sample):
         return self.state.position
 
     @property
-    def prompt_length(self) -> int:
-        return len(self.state.prompt_token_ids)
+    def most_keys(self) -> int:
+        """Keys that the turn, or the trajectory, may come to."""
+        return max(self.end - 1, self.reach)
+
+    @property
+    def shared(self) -> int:
+        """Keys that all trajectories of the prompt have in common."""
+        return len(self.turn.handle.request.prompt_token_ids) - 1
 
     def tokens(self, first: int, stop: int) -> list[int]:
         """Tokens `first` to `stop` of prompt + completion."""
@@ -98,7 +118,13 @@ class Scheduler:
     def __init__(self, samples: Iterable[Sample], *, kv_cache: KVCache, max_rows: int, roomy: bool) -> None:
         self.rows: list[Sample] = []
         self.preemptions = 0
-        self._waiting = deque(samples)
+        self.recomputed_tokens = 0
+        self._waiting = deque[Sample]()
+        self._returning = deque[Sample]()
+        """Later turns, which run before those of `_waiting`."""
+        self._patience = _PATIENCE
+        self._kept: dict[Sample, None] = {}
+        """Finished samples with a block, the oldest first."""
         self._kv_cache, self._allocator = kv_cache, KVBlockAllocator(kv_cache.capacity, first=SCRATCH + 1)
         self._max_rows, self._roomy = max_rows, roomy
         self._headroom = max(_HEADROOM, kv_cache.capacity // (4 * max_rows))
@@ -107,11 +133,17 @@ class Scheduler:
         self._moves: list[Move] = []
         self._left: list[KVBlock] = []
         self._full = False
+        self._queue(samples)
 
     @property
     def waiting(self) -> int:
         """Samples without a row."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._returning)
+
+    @property
+    def kept(self) -> Collection[Sample]:
+        """Finished samples whose keys are still there."""
+        return self._kept.keys()
 
     @property
     def use(self) -> float:
@@ -120,7 +152,8 @@ class Scheduler:
 
     def unfinished(self) -> list[Sample]:
         """All unfinished samples, running ones first."""
-        return [sample for sample in (*self._blocks, *self._waiting) if not sample.done]
+        every = (*self._blocks, *self._returning, *self._waiting)
+        return [sample for sample in every if not sample.done]
 
     def add(self, samples: Iterable[Sample], *, roomy: bool) -> None:
         """Let more samples run, after those that wait.
@@ -128,17 +161,45 @@ class Scheduler:
         Args:
             roomy: all that can run together still fit at full length.
         """
-        self._waiting.extend(samples)
+        self._queue(samples)
         self._roomy = roomy
 
+    def _queue(self, samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            (self._waiting if sample.turn.after is None else self._returning).append(sample)
+
     def finish(self, sample: Sample) -> None:
-        """Remove a sample that has ended: its row at the next step, its keys and values now."""
+        """Remove a sample that has ended: its row at the next step, its keys and values with `forget`, or
+        when their memory is needed."""
         sample.done = True
+        sample.before = None
         if sample in self._blocks:
-            self._release(sample)
+            sample.computed = max(sample.computed, sample.known - 1)
+            self._kept[sample] = None
+            block, keys = self._blocks[sample], sample.known
+            if not self._roomy and block.size > keys:
+                self._allocator.release(KVBlock(block.start + keys, block.size - keys))
+                block.size = keys
         else:  # preempted when its last token was on its way
-            self._waiting.remove(sample)
+            (self._returning if sample in self._returning else self._waiting).remove(sample)
         self._full = False
+
+    def recompute(self) -> None:
+        """Let every sample compute its keys again. No token may be on its way."""
+        for sample in list(self._kept):
+            self.forget(sample)
+        while self._blocks:
+            self._preempt()
+            self.preemptions -= 1
+        self.rows, self._columns = [], self._columns[:, :0]
+        self._full = False
+
+    def forget(self, sample: Sample) -> None:
+        """Free the keys and values of a finished sample, if they are still there."""
+        if sample in self._kept:
+            del self._kept[sample]
+            self._release(sample)
+            self._full = False
 
     # a step
 
@@ -170,35 +231,85 @@ class Scheduler:
     def admit(self) -> Admission | None:
         """Give free rows and KV blocks to waiting samples; they run once the admission is done."""
         free = self._max_rows - len(self.rows)
-        if not self._waiting or self._full or (self.rows and free * _ADMIT_SHARE < self._max_rows):
+        if not self.waiting or self._full or not self._due(free):
             return None
         admission = Admission()
         new: list[Sample] = []
-        while self._waiting and len(new) < free:
-            sample = self._waiting[0]
+        while (queue := self._returning or self._waiting) and len(new) < free:
+            sample = queue[0]
             # A preempted sample may still have a token on its way; until that is read, its tokens are not all
             # known here.
-            block = None if sample.in_flight else self._room_for(sample)
-            if block is None:
+            running = len(self.rows) + len(new)
+            if sample.in_flight or not self._place(sample, admission, running=running):
                 break
-            self._waiting.popleft()
-            self._blocks[sample] = block
-            _bring_up(sample, admission)
+            queue.popleft()
+            self._bring_up(sample, admission)
             new.append(sample)
         if not new:
             return None
+        self._settle()
         self.rows += new
         self._columns = np.concatenate([self._columns, np.array([_column(s) for s in new]).T], 1)
         self._update_block_columns()
         return admission
 
-    def _room_for(self, sample: Sample) -> KVBlock | None:
+    def _due(self, free: int) -> bool:
+        """Whether samples may enter in this step."""
+        if not self.rows or free * _ADMIT_SHARE >= self._max_rows:
+            self._patience = _PATIENCE
+            return True
+        if not free or all(sample.turn.after is None for sample in self._returning):
+            return False
+        self._patience -= 1
+        if self._patience:
+            return False
+        self._patience = _PATIENCE
+        return True
+
+    def _place(self, sample: Sample, admission: Admission, *, running: int) -> bool:
+        """Give a sample a block: the one of its trajectory, if it was kept. False when there is no room."""
+        before = sample.before if sample.before in self._kept else None
+        have = 0 if before is None else self._blocks[before].size
         size = self._room_needed(sample, sample.known)
+        if sample.turn.after is not None or running * _BUSY_SHARE < self._max_rows:
+            sources = {source for source, _ in admission.copies}
+            self._make_room(size - have, spare=sources | {before})
+        if before is not None:
+            if self._allocator.free < size - have:
+                return False
+            self._take_over(sample, before, admission)
+            if size > have:
+                self._enlarge(sample, size)
+            return True
         block = self._allocator.allocate(size)
         if block is None and self._allocator.free >= size:
             self._pack()
             block = self._allocator.allocate(size)
-        return block
+        if block is None:
+            return False
+        self._blocks[sample] = block
+        return True
+
+    def _take_over(self, sample: Sample, before: Sample, admission: Admission) -> None:
+        """Give a later turn the block of the one before it."""
+        self._blocks[sample] = self._blocks.pop(before)
+        del self._kept[before]
+        owners = sample.owners = before.owners
+        owners[owners.index(before)] = sample  # in its place: who stands before another may be its source
+        admission.copies = [(sample if s is before else s, target) for s, target in admission.copies]
+
+    def _make_room(self, size: int, *, spare: Collection[Sample | None] = ()) -> None:
+        """Free kept blocks until `size` keys fit: first those of trajectories that have not returned, the
+        youngest first, then those of turns that are the last to run."""
+        if size <= self._allocator.free or not self._kept:
+            return
+        returned = [sample.before for sample in self._returning if sample.before is not None]
+        waiting = set(returned)
+        for sample in [*(s for s in reversed(self._kept) if s not in waiting), *reversed(returned)]:
+            if size <= self._allocator.free:
+                return
+            if sample not in spare:
+                self.forget(sample)
 
     def copies(self, admission: Admission) -> None:
         """Copy keys and values of a shared prompt to the new samples of the admission."""
@@ -207,7 +318,7 @@ class Scheduler:
                 Move(
                     source=self._blocks[source].start,
                     target=self._blocks[target].start,
-                    count=target.prompt_length - 1,
+                    count=target.shared,
                 )
                 for source, target in admission.copies
             ]
@@ -247,12 +358,34 @@ class Scheduler:
             used=np.array([part.stop for part in parts]),
         )
 
+    def _bring_up(self, sample: Sample, admission: Admission) -> None:
+        """Add to `admission` how the sample gets the keys and values of all its tokens but the last."""
+        wanted = sample.known - 1
+        if sample in sample.owners:  # it took over its trajectory's block
+            assert sample.before is not None
+            present = sample.before.known - 1
+        elif sample.owners and sample.shared:
+            present = sample.shared
+            admission.copies.append((sample.owners[0], sample))
+            sample.owners.append(sample)
+        else:
+            present = 0
+            sample.owners.append(sample)
+        if present < wanted or not present:
+            parts = admission.rest if present else admission.prompts
+            parts.append(Part(sample=sample, first=present, stop=wanted))
+        if sample.cached_tokens is None:
+            sample.cached_tokens = present
+        self.recomputed_tokens += max(0, min(sample.computed, wanted) - present)
+        sample.before = None
+
     # room
 
     def _room_needed(self, sample: Sample, keys: int) -> int:
         """Size of the block for a sample that has, or is about to have, this many keys."""
-        full = sample.end - 1
-        return full if self._roomy else min(full, keys + max(self._headroom, keys // 4))
+        if self._roomy:
+            return sample.most_keys
+        return min(sample.end - 1, keys + max(self._headroom, keys // 4))
 
     def _grow(self) -> None:
         """Make room for each row's next key; rows without room are preempted, the youngest first."""
@@ -260,6 +393,8 @@ class Scheduler:
         if not len(short):
             return
         for sample, keys in [(self.rows[i], int(self._columns[POSITION, i]) + 1) for i in short]:
+            if sample in self._blocks:
+                self._make_room(self._room_needed(sample, keys) - self._blocks[sample].size)
             while sample in self._blocks and not self._enlarge(sample, keys):
                 self._preempt()
         self._settle()
@@ -276,7 +411,8 @@ class Scheduler:
         for size in sizes:
             new = self._allocator.allocate(size)
             if new is not None:
-                self._moves.append(Move(source=block.start, target=new.start, count=keys - 1))
+                held = min(keys - 1, block.size)
+                self._moves.append(Move(source=block.start, target=new.start, count=held))
                 self._left.append(block)
                 self._blocks[sample] = new
                 return True
@@ -289,8 +425,9 @@ class Scheduler:
     def _preempt(self) -> None:
         """Preempt the youngest row, which is the first to come back."""
         youngest = next(sample for sample in reversed(self.rows) if sample in self._blocks)
+        youngest.computed = max(youngest.computed, youngest.known + youngest.in_flight - 1)
         self._release(youngest)
-        self._waiting.appendleft(youngest)
+        self._returning.appendleft(youngest)
         self._full = True  # until somebody has finished: else it would be back at once, and out again
         self.preemptions += 1
 
@@ -335,21 +472,6 @@ class Scheduler:
         held = [self._blocks.get(sample) for sample in self.rows]
         self._columns[START] = [0 if block is None else block.start for block in held]
         self._columns[_ROOM] = [0 if block is None else block.size for block in held]
-
-
-def _bring_up(sample: Sample, admission: Admission) -> None:
-    """Add to `admission` how the sample gets the keys and values of all its tokens but the last."""
-    shared, wanted = sample.prompt_length - 1, sample.known - 1
-    if sample.owners and shared:
-        admission.copies.append((sample.owners[0], sample))
-        if wanted > shared:
-            admission.rest.append(Part(sample=sample, first=shared, stop=wanted))
-    else:
-        shared = 0
-        admission.prompts.append(Part(sample=sample, first=0, stop=wanted))
-    if sample.cached_tokens is None:
-        sample.cached_tokens = shared
-    sample.owners.append(sample)
 
 
 def _column(sample: Sample) -> list[int]:

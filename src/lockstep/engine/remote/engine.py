@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
+from lockstep.engine.receiving import ReceivingEngine
 from lockstep.engine.remote.driver import (
     Driver,
     Job,
@@ -35,7 +36,7 @@ from lockstep.engine.remote.driver import (
 from lockstep.engine.remote.http import HttpClient, HttpError, Reply, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.streaming import Ended, ReceivingEngine, Turn
+from lockstep.engine.streaming import Ended, Turn
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion

@@ -30,8 +30,9 @@ from torch import Tensor
 
 from lockstep.common_errors import not_finite
 from lockstep.config.engine import EngineConfig
+from lockstep.engine.receiving import ReceivingEngine
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.streaming import Ended, ReceivingEngine, Turn
+from lockstep.engine.streaming import Ended, Turn
 from lockstep.engine.vllm.translate import (
     NAME,
     Core,

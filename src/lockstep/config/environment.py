@@ -1,0 +1,39 @@
+"""The `environment` section: a class of the user's whose methods are the policy's tools, or a game."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lockstep.config.base import Config, Name, PositiveInt, Seconds, check
+from lockstep.config.rules import refuse
+from lockstep.config.train import Auto
+
+
+class EnvironmentConfig(Config):
+    """Turns with tools. `environment = "my_module:Calculator"` is short for the section with that `name`."""
+
+    name: Name
+    """`module:Class`, found from the working directory as well; its public typed methods are tools, or it is
+    a game with `reset` and `step` (docs/how-to/environments.md). It runs in processes of its own, with the
+    rights of the user."""
+    weight: float = 1.0
+    """Weight of the rewards that the class gives, beside those of `rewards`."""
+    tool_seconds: Seconds | Auto = "auto"
+    """Deadline of each call, in seconds. auto: 30, and 5 for `lockstep.environments.python_tool:Python`."""
+    max_live: PositiveInt | Auto = "auto"
+    """Most instances that live at the same time on a rank; other samples wait. auto: what half of the free
+    memory holds, at most 512."""
+    isolation: Literal["auto", "process", "shared"] = "auto"
+    """process: each instance has a process of its own. shared: all instances share one, for classes whose
+    methods are async; a method that blocks, or ends the process, then costs every instance in it. auto:
+    process, and a sandbox for `lockstep.environments.python_tool:Python`."""
+    on_error: Literal["message", "drop"] = "message"
+    """What a tool that raises, hangs, floods or exits leads to. message: the policy reads an error. drop: the
+    sample is dropped and counted."""
+    result_characters: PositiveInt = 16_384
+    """A longer result of a tool is cut there, and marked."""
+
+    @check
+    def _check(self) -> EnvironmentConfig:
+        refuse(self, "environment")
+        return self

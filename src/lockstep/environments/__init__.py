@@ -1,0 +1,1 @@
+"""Environments of several turns: classes of tools, the processes that they live in, exact tokens."""

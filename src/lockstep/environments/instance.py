@@ -1,0 +1,206 @@
+"""One live environment in its process: jobs in, one reply each out. Loads no torch.
+
+    {"op": "make", "row": ..., "seed": 7}                    -> {"value": None}
+    {"op": "reset"}                                          -> {"value": "Solve ...", "truncated": False}
+    {"op": "call", "name": "multiply", "arguments": {...}}   -> {"value": "6", "truncated": False}
+    {"op": "step", "action": "7"}                            -> the same, "reward": 0.0, "done": False
+    {"op": "reward", "trajectory": {...}}                    -> {"value": 1.0}
+    {"op": "close"}                                          -> {"value": None}
+
+A reply is {"problem": text, "kind": one of KINDS, "traceback": text} if the author's code failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.environments.author import EnvironmentClass
+from lockstep.environments.channel import Message
+from lockstep.rollout.reward_functions import decoded, score_of, short_repr
+from lockstep.rollout.reward_process import failure_of, seed_generators
+
+KINDS = (
+    *("unknown-tool", "wrong-arguments"),  # the policy's mistakes
+    *("raised", "wrong-result"),  # the tool's; its instance lives on
+    *("timeout", "flood", "died", "ended"),  # the instance is gone
+)
+CUT = "\n[cut: {total} characters in all, the first {limit} are shown]"
+
+
+class Instance:
+    """An object of the author's class, and what may be asked of it.
+
+    Args:
+        limit: characters of a result; a longer one is cut and marked with CUT.
+    """
+
+    def __init__(self, environment: EnvironmentClass, *, limit: int) -> None:
+        self._environment, self._limit = environment, limit
+        self._object: Any = None
+        self._row: Mapping[str, Any] = {}
+        self._seed = 0
+
+    async def reply(self, job: Message) -> Message:
+        """Do a job. SystemExit and KeyboardInterrupt of the author's code pass."""
+        began = time.perf_counter()
+        try:
+            seed_generators(call_seed(job.get("seed", self._seed), job.get("turn", -1), job.get("call", 0)))
+            reply = await getattr(self, f"_{job['op']}")(job)
+        except Exception as error:  # whatever the author's code raises: told to the trainer
+            reply = {**failure_of(error, None), "kind": "raised"}
+        return {**reply, "seconds": time.perf_counter() - began}
+
+    async def _make(self, job: Message) -> Message:
+        self._row, self._seed = decoded(job["row"], "row"), job["seed"]
+        self._object = self._environment.made()
+        return {"value": None}
+
+    async def _reset(self, job: Message) -> Message:
+        reset = getattr(self._object, "reset", None)
+        if reset is None:
+            return {"value": None}
+        given = _accepted(reset, self._row)
+        if isinstance(given, str):
+            return _wrong(given)
+        value = await _settled(reset(**given))
+        if self._environment.form == "gym" and isinstance(value, tuple) and len(value) == 2:
+            value = value[0]  # gymnasium's (observation, info)
+        if value is None and self._environment.form == "toolbox":
+            return {"value": None}
+        if isinstance(value, list):
+            return self._messages(value)
+        return self._text(value, "reset")
+
+    async def _call(self, job: Message) -> Message:
+        name, arguments = job["name"], job["arguments"]
+        method = getattr(self._object, name)
+        try:
+            inspect.signature(method).bind(**arguments)
+        except TypeError as error:
+            return {"problem": f"{name} was called with wrong arguments: {error}", "kind": "wrong-arguments"}
+        return self._text(await _settled(method(**arguments)), name)
+
+    async def _step(self, job: Message) -> Message:
+        value = await _settled(self._object.step(job["action"]))
+        if not isinstance(value, tuple) or len(value) not in (3, 4, 5):
+            return _wrong(f"step returned {short_repr(value)}, not (observation, reward, done)")
+        observation, reward, *ended = value
+        ended = [bool(flag) for flag in ended if not isinstance(flag, Mapping)]  # without gymnasium's info
+        score = score_of(reward)
+        if isinstance(score, str):
+            return _wrong(f"the reward of step: {score}")
+        return {**self._text(observation, "step"), "reward": score, "done": any(ended)}
+
+    async def _reward(self, job: Message) -> Message:
+        which = self._environment.reward
+        if which == "_reward":
+            value = await _settled(self._object._reward(job["trajectory"]))
+        elif which == "get_reward":
+            value = await _settled(self._object.get_reward())
+        else:
+            value = None
+        if value is None:
+            return {"value": None}
+        parts = value if isinstance(value, Mapping) else {"": value}
+        scores = {str(name): score_of(part) for name, part in parts.items()}
+        wrong = [f"{name or which} {text}" for name, text in scores.items() if isinstance(text, str)]
+        if wrong:
+            return _wrong("; ".join(wrong))
+        return {"value": scores if isinstance(value, Mapping) else scores[""]}
+
+    async def _close(self, job: Message) -> Message:
+        close = getattr(self._object, "close", None)
+        if close is not None:
+            await _settled(close())
+        return {"value": None}
+
+    def _text(self, value: Any, name: str) -> Message:
+        text = as_text(value)
+        if text is None:
+            return _wrong(
+                f"{name} returned {short_repr(value)}, which cannot be written as JSON (it holds itself, or "
+                "is nested too deeply); return text, a number, a list or a dict"
+            )
+        text, truncated = cut(text, self._limit)
+        return {"value": text, "truncated": truncated}
+
+    def _messages(self, value: list[Any]) -> Message:
+        messages, truncated = [], False
+        for item in value:
+            content = item.get("content") if isinstance(item, Mapping) else None
+            if not isinstance(content, str) or not isinstance(item.get("role"), str):
+                return _wrong(
+                    f"reset returned a list with {short_repr(item)}; a message is a dict with the texts "
+                    "`role` and `content`"
+                )
+            text, was_cut = cut(content, self._limit)
+            truncated |= was_cut
+            messages.append({"role": item["role"], "content": text})
+        return {"value": messages, "truncated": truncated}
+
+
+def call_seed(seed: int, turn: int, call: int) -> int:
+    """Return the seed of `random` and numpy in a call: a function of the sample's seed, the turn and the
+    call, whichever process runs it."""
+    text = f"lockstep tool {seed} {turn} {call}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def as_text(value: Any) -> str | None:
+    """Return what the policy reads of a result: text as it is, anything else as JSON (NaN as `NaN`), objects
+    that JSON lacks as their text. None if that is impossible.
+
+    Example:
+        >>> as_text("6"), as_text({"a": [1.5, float("nan"), None]})
+        ('6', '{"a": [1.5, NaN, null]}')
+    """
+    if isinstance(value, str):
+        text = value
+    else:
+        try:
+            text = json.dumps(value, ensure_ascii=False, default=_plain)
+        except (ValueError, TypeError, RecursionError):  # cyclic; keys that are no text; too deep
+            return None
+        if not isinstance(value, bool | int | float | list | tuple | Mapping) and text.startswith('"'):
+            text = json.loads(text)  # a date, a path, ...: its text alone
+    return text.encode(errors="replace").decode()  # half a surrogate pair has no tokens
+
+
+def cut(text: str, limit: int) -> tuple[str, bool]:
+    """Return the text, or its first `limit` characters with a mark, and whether it was cut."""
+    if len(text) <= limit:
+        return text, False
+    return text[:limit] + CUT.format(total=len(text), limit=limit), True
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()  # arrays and numbers of numpy
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)  # the order of a set differs between processes
+    return str(value)
+
+
+async def _settled(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _accepted(reset: Any, row: Mapping[str, Any]) -> dict[str, Any] | str:
+    """The columns that `reset` names, or all if it takes `**row`; a text if it names one that is missing."""
+    parameters = inspect.signature(reset).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(row)
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in row]
+    if missing:
+        columns = ", ".join(map(str, row)) or "none"
+        return f"reset takes {', '.join(missing)}, which the row lacks; its columns: {columns}"
+    return {p.name: row[p.name] for p in parameters if p.name in row}
+
+
+def _wrong(text: str) -> Message:
+    return {"problem": text, "kind": "wrong-result"}

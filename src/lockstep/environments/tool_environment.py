@@ -1,0 +1,310 @@
+"""The environment of runs with an `environment` section: turns with the tools of the user's class, or its
+game.
+
+    open, reset ──► prompt ──► the policy's turn ──► calls, in order ──► results ──► the policy's turn ── ...
+                                      └── no call, or a limit ──► reward ──► close
+
+The tokens of a trajectory are a `Ledger`: what the policy wrote is never rendered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from lockstep.config.environment import EnvironmentConfig
+from lockstep.data.chat import ChatFormat, Message
+from lockstep.data.prompts import FixedPrompts, PromptSet
+from lockstep.environments.calls import CallError
+from lockstep.environments.checks import Checks
+from lockstep.environments.delta import Branch, ConversationTokens, Ledger
+from lockstep.environments.host import Instance, ToolHost
+from lockstep.environments.results import EnvironmentFailure, ToolResult
+from lockstep.environments.turns import PolicyTurn
+from lockstep.errors import ConfigError, RewardError
+from lockstep.rollout.environment import OutOfRoom, Sampler, SingleTurn, Trajectories
+from lockstep.rollout.rewards import RewardSet, Scored, check_total
+from lockstep.schema.rollout import Prompt, Trajectory
+
+REWARD = "environment"
+"""Name of the reward that the class gives; its parts are environment/NAME."""
+_CHECKED_ROWS = 4
+"""Rows for which an instance is made and reset before the first step."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Outcome:
+    """What became of a trajectory beside its tokens."""
+
+    reward: float | Mapping[str, float] | None = None
+    failed: str | None = None
+    """Why the sample is dropped."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Course:
+    """A trajectory on its way."""
+
+    ledger: Ledger
+    tokens: ConversationTokens
+    instance: Instance
+    steps: float = 0.0
+    """Rewards of a game's steps, added up."""
+    stepped: bool = False
+
+
+@dataclass(kw_only=True)
+class _Counts:
+    """Counts of a step, see ToolEnvironment.pop_counts."""
+
+    calls: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    checks: Checks = field(default_factory=Checks)
+    check_seconds: float = 0.0
+
+
+class ToolEnvironment(SingleTurn):
+    """Conversations of many turns with the methods of a class.
+
+    Args:
+        host: runs the class.
+        chat: the chat template in force, and the policy's tokenizer.
+        rewards: functions and verifiers of the run, beside the rewards of the class; they get the text of the
+            last turn.
+        prompts, held_out: made with the tools (`tools_of`).
+
+    Raises:
+        ConfigError: nothing gives a reward; there is no chat template, or one without tools; the class fails
+            for one of the first rows.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        rewards: RewardSet,
+        *,
+        host: ToolHost,
+        chat: ChatFormat,
+        prompts: PromptSet | None = None,
+        held_out: PromptSet | None = None,
+    ) -> None:
+        super().__init__(rewards, prompts=prompts, held_out=held_out)
+        self.config, self.host = config, host
+        self._gym = host.describe()["form"] == "gym"
+        if not rewards:
+            host.require_reward()
+        self._chat = chat
+        self._conversations: dict[str, ConversationTokens] = {}
+        self._outcomes: dict[int, _Outcome] = {}
+        """By the seed of the trajectory, until it is scored."""
+        self._counts, self._lock = _Counts(), threading.Lock()
+        if prompts is not None:
+            self._check_first(prompts)
+
+    def _check_first(self, prompts: PromptSet) -> None:
+        """Make and reset an instance for the first rows."""
+        some = prompts.first if isinstance(prompts, FixedPrompts) else prompts.batch(0, 1, 0)
+        first = list(islice(some, _CHECKED_ROWS))
+        for prompt in first:
+            self._conversation(prompt)
+        asyncio.run(self.host.check([(prompt.where, prompt.row) for prompt in first]))
+
+    async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
+        """See Environment."""
+        try:
+            instance = await self.host.open(task.row, seed=sample.seed, where=task.where)
+        except EnvironmentFailure as failure:
+            return await self._failed(failure, sample)
+        try:
+            return await self._conversed(task, sample, instance)
+        except EnvironmentFailure as failure:
+            return await self._failed(failure, sample)
+        finally:
+            await instance.close()
+
+    async def _conversed(self, task: Prompt, sample: Sampler, instance: Instance) -> Trajectory:
+        tokens = self._conversation(task)
+        messages = _with_observation(_messages(task), await instance.reset())
+        ledger = tokens.start(messages, where=task.where or "a sample")
+        course = _Course(ledger=ledger, tokens=tokens, instance=instance)
+        turn = sample() if ledger.ids == task.token_ids else sample.branch(ledger.ids)
+        try:
+            while True:
+                trajectory = await turn
+                written = ledger.add_policy(trajectory.spans[-1].token_ids)
+                if trajectory.finish_reason != "stop":
+                    break
+                replies = await self._replies(course, written)
+                if not replies:
+                    break
+                if sample.turns_left < 1:
+                    sample(())  # raises OutOfRoom, which says why it ends
+                reply = tokens.reply(ledger, replies)
+                turn = sample.branch(reply.ids) if isinstance(reply, Branch) else sample(reply.ids)
+        except OutOfRoom:
+            await self._reward(course, sample)
+            raise
+        await self._reward(course, sample)
+        return trajectory
+
+    async def _replies(self, course: _Course, written: PolicyTurn) -> list[Message]:
+        """What the tools or the game answer to a turn; nothing: the trajectory is over."""
+        number = course.ledger.number - 1
+        if self._gym:
+            result = await course.instance.step(written.content, turn=number)
+            self._count(result)
+            course.steps, course.stepped = course.steps + (result.reward or 0.0), True
+            return [] if result.done else [{"role": "user", "content": result.text}]
+        if isinstance(written.calls, CallError):
+            self._count(ToolResult(text="", error="not-parsed", seconds=0.0))
+            return [course.tokens.turns.error(written.calls)]
+        replies = []
+        for place, call in enumerate(written.calls):
+            result = await course.instance.call(call.name, call.arguments, turn=number, call=place)
+            self._count(result)
+            replies.append(call.result(result.text))
+        return replies
+
+    async def _reward(self, course: _Course, sample: Sampler) -> None:
+        """Ask the class for its reward, and compare the tokens with the template's."""
+        began = time.perf_counter()
+        with self._lock:
+            self._counts.checks.add(course.tokens.turns, course.ledger)
+            self._counts.check_seconds += time.perf_counter() - began
+        messages = course.tokens.history(course.ledger.part)
+        reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
+        if reward is None and course.stepped:
+            reward = course.steps
+        self._outcomes[sample.seed] = _Outcome(reward=reward)
+
+    async def _failed(self, failure: EnvironmentFailure, sample: Sampler) -> Trajectory:
+        """A trajectory whose instance failed: the run ends, or the sample is dropped.
+
+        Raises:
+            RewardError: under on_error = "message", where the policy cannot be told.
+        """
+        if self.config.on_error != "drop":
+            raise RewardError(
+                f"reward-failed: {failure}; correct the class, or set environment.on_error = 'drop'"
+            ) from failure
+        self._outcomes[sample.seed] = _Outcome(failed=str(failure))
+        with self._lock:
+            self._counts.errors["dropped"] += 1
+        if sample.trajectory is None:
+            await sample(max_tokens=1)
+        assert sample.trajectory is not None, "a turn has ended"
+        return sample.trajectory
+
+    def score(self, groups: Sequence[Trajectories]) -> list[list[Scored | None]]:
+        """See Environment: the rewards of the run and of the class, weighted and added up."""
+        scores = super().score(groups)
+        return [
+            [self._with_own(score, one) for score, one in zip(of_group, trajectories, strict=True)]
+            for of_group, (_, trajectories) in zip(scores, groups, strict=True)
+        ]
+
+    def _with_own(self, score: Scored | None, trajectory: Trajectory) -> Scored | None:
+        outcome = self._outcomes.pop(trajectory.seed, _Outcome())
+        if score is None or outcome.failed is not None:
+            return None
+        if outcome.reward is None:
+            if not self.rewards:
+                raise RewardError(
+                    f"reward-failed: environment {self.config.name!r} returned no reward for a trajectory, "
+                    "and the run has no other rewards; return a number from get_reward, or set rewards"
+                )
+            return score
+        given = outcome.reward if isinstance(outcome.reward, Mapping) else {"": outcome.reward}
+        own = {f"{REWARD}/{name}".rstrip("/"): float(value) for name, value in given.items()}
+        by_name = {**score.by_name, **own}
+        total = score.total + self.config.weight * sum(own.values())
+        check_total(total, by_name)
+        weights = {**score.weights, **dict.fromkeys(own, self.config.weight)}
+        return Scored(total=total, by_name=by_name, weights=weights)
+
+    def pop_counts(self) -> dict[str, float]:
+        """See Environment. rollout/tool_calls; rollout/tool_errors, and by kind; rollout/tool_seconds, added
+        up; rollout/template_mismatches, and by cause; rollout/noncanonical_turns; time/token_checks."""
+        with self._lock:
+            counts, self._counts = self._counts, _Counts()
+        checks = counts.checks
+        found: dict[str, float] = {
+            "tool_calls": counts.calls,
+            "tool_errors": sum(counts.errors.values()),
+            "tool_seconds": counts.seconds,
+            "template_mismatches": sum(checks.mismatches.values()),
+            "noncanonical_turns": checks.noncanonical_turns,
+        }
+        found |= {f"tool_errors/{kind}": n for kind, n in counts.errors.items()}
+        found |= {f"template_mismatches/{cause}": n for cause, n in checks.mismatches.items()}
+        named = {f"rollout/{name}": float(value) for name, value in found.items()}
+        return super().pop_counts() | named | {"time/token_checks": counts.check_seconds}
+
+    def close(self) -> None:
+        """End the processes of rewards and of the class."""
+        super().close()
+        self.host.close()
+
+    def _count(self, result: ToolResult) -> None:
+        with self._lock:
+            self._counts.calls += 1
+            self._counts.seconds += result.seconds
+            if result.error is not None:
+                self._counts.errors[result.error] += 1
+
+    def _conversation(self, task: Prompt) -> ConversationTokens:
+        """How the task's conversation becomes tokens: most rows share one."""
+        tools = self.host.tools
+        chat = self._chat.for_row({**task.row, **({"tools": tools} if tools else {})}, where=task.where)
+        if chat.chat_template is None:
+            raise ConfigError(
+                f"no-chat-template: environment.name = {self.config.name!r}: turns with tools need a chat "
+                "template, and there is none; set data.chat_template to a jinja template with tools"
+            )
+        options = {name: value for name, value in chat.kwargs.items() if name != "tools"}
+        key = json.dumps([chat.template, options], sort_keys=True, default=str)
+        if key not in self._conversations:
+            self._conversations[key] = ConversationTokens(chat.chat_template, tools=tools, options=options)
+        return self._conversations[key]
+
+
+def tool_host(config: EnvironmentConfig) -> ToolHost:
+    """Start the processes of a class.
+
+    Raises:
+        ConfigError: the class cannot be imported or used.
+    """
+    return ToolHost(
+        config.name,
+        isolation=None if config.isolation == "auto" else config.isolation,
+        max_live=None if config.max_live == "auto" else config.max_live,
+        tool_seconds=None if config.tool_seconds == "auto" else config.tool_seconds,
+        on_error=config.on_error,
+        result_characters=config.result_characters,
+    )
+
+
+def _messages(task: Prompt) -> list[Message]:
+    talk = task.conversation
+    if talk is None or isinstance(talk, str):
+        return [{"role": "user", "content": talk or task.text}]
+    return [dict(message) for message in talk]
+
+
+def _with_observation(messages: list[Message], first: str | list[dict[str, str]] | None) -> list[Message]:
+    """Add what `reset` returned: messages, or a text to the user's last message."""
+    if not first:
+        return messages
+    if isinstance(first, list):
+        return [*messages, *first]
+    if messages and messages[-1]["role"] == "user":
+        before = str(messages[-1]["content"])
+        return [*messages[:-1], {**messages[-1], "content": f"{before}\n\n{first}" if before else first}]
+    return [*messages, {"role": "user", "content": first}]

@@ -1,0 +1,126 @@
+"""A run whose policy calls the tools of a class: tokens, rewards, counts and limits."""
+
+import json
+import sys
+
+import pytest
+from scripted import save_scripted
+from transformers import AutoTokenizer
+
+from lockstep import load_run, train_online
+from lockstep.errors import ConfigError
+
+CALL = '<tool_call>{"name":"ping","arguments":{"n": 3}}</tool_call>'
+TEMPLATE = """\
+{%- if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|end|>{% endif %}
+{%- for m in messages %}
+{{- '<|' + m.role + '|>' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>{"name":"' + call.function.name + '","arguments":' + call.function.arguments | tojson }}
+{{- '}</tool_call>' }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+PINGS = '''
+class Pings:
+    def reset(self, word):
+        self.pings = 0
+        return word
+
+    def ping(self, n: int) -> str:
+        """Ping.
+
+        Args:
+            n: How often.
+        """
+        self.pings += n
+        return f"pong {self.pings}"
+
+    def get_reward(self):
+        return {"pings": self.pings, "half": 0.5}
+'''
+
+
+@pytest.fixture
+def run(tiny_folder, tmp_path, monkeypatch):
+    """A run of two prompts whose policy calls `ping` in every turn (at this temperature)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    (tmp_path / "pings.py").write_text(PINGS)
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": "Go.", "word": word} for word in ("a", "b")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save_scripted(tiny_folder, tmp_path / "model", (CALL, "<|end|>"), special=False)
+
+    def load(**changes):
+        settings = {
+            "steps": 1,
+            "environment": {"name": "pings:Pings", "weight": 2.0},
+            "model.name": str(model),
+            "model.dtype": "float32",
+            "data": {"source": "rows.jsonl", "chat_template": "template.jinja", "max_prompt_tokens": 100},
+            "rollout": {"prompts_per_step": 2, "group_size": 2, "max_turns": 3, "max_trajectory_tokens": 120},
+            "rollout.sampling": {"max_tokens": 8, "temperature": 0.05},
+            "eval": {"before": False, "after": False},
+            "log": {"tensorboard": False, "display": "off"},
+        }
+        return load_run(kind="grpo", overrides=settings | changes)
+
+    return load
+
+
+def trained(run, tmp_path):
+    """Train, and return the metrics of the step and its rollouts."""
+    train_online(run.model_copy(update={"run_dir": tmp_path / "run"}))
+    (metrics,) = (json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    rollouts = (tmp_path / "run/rollouts/step-000000.jsonl").read_text().splitlines()
+    return metrics, [json.loads(line) for line in rollouts]
+
+
+def test_tokens_are_those_of_the_whole_conversation(run, tmp_path):
+    _, rollouts = trained(run(), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    row = rollouts[0]
+    text = "<|system|>ping<|end|><|user|>Go.\n\na<|end|><|assistant|>"
+    turns = "".join(f"{CALL}<|end|><|tool|>pong {n}<|end|><|assistant|>" for n in (3, 6))
+    whole = tokenizer.encode(text + turns + f"{CALL}<|end|>", add_special_tokens=False)
+    assert row["prompt_token_ids"] + row["token_ids"] == whole
+    assert [author for author, _ in row["spans"]] == ["policy", "tool"] * 2 + ["policy"]
+
+
+def test_rewards_of_the_class_are_named_and_weighted(run, tmp_path):
+    _, rollouts = trained(run(), tmp_path)
+    # Three turns; the call of the last one is run, too, though nobody reads its result.
+    assert rollouts[0]["rewards"] == {"environment/pings": 9.0, "environment/half": 0.5}
+    assert [row["reward"] for row in rollouts] == [19.0] * 4
+
+
+def test_counts_are_metrics(run, tmp_path):
+    metrics, _ = trained(run(), tmp_path)
+    names = ("tool_calls", "tool_errors", "branches", "template_mismatches", "noncanonical_turns")
+    assert [metrics[f"rollout/{name}"] for name in names] == [12.0, 0.0, 0.0, 0.0, 0.0]
+    assert metrics["logprob_gap_max"] < 1e-5
+
+
+def test_a_class_that_fails_for_a_row_is_refused_before_the_first_step(run, tmp_path):
+    (tmp_path / "pings.py").write_text(PINGS.replace("return word", "return word + 1"))
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*pings:Pings"):
+        trained(run(), tmp_path)
+
+
+def test_without_a_reward_the_run_is_refused(run, tmp_path):
+    (tmp_path / "pings.py").write_text(PINGS.replace("get_reward", "_other"))
+    with pytest.raises(ConfigError, match="no reward"):
+        trained(run(), tmp_path)
+
+
+def test_a_sample_whose_reward_fails_is_dropped(run, tmp_path):
+    (tmp_path / "pings.py").write_text(PINGS.replace('{"pings"', '{"pings": 1 / 0} or {"pings"'))
+    with pytest.raises(Exception, match="all 2 groups"):
+        trained(run(**{"environment.on_error": "drop"}), tmp_path)
+
+
+def test_a_text_names_the_class():
+    one = load_run(kind="grpo", overrides={"environment": "m:C"})
+    assert (one.environment.name, one.rewards) == ("m:C", ())
