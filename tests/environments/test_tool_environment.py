@@ -41,6 +41,17 @@ class Pings:
         return {"pings": self.pings, "half": 0.5}
 '''
 
+GAME = """
+class Pings:
+    def reset(self, word):
+        self.steps = 0
+        return word
+
+    def step(self, action):
+        self.steps += 1
+        return action[:3], 0.25 * self.steps, self.steps == 2
+"""
+
 
 @pytest.fixture
 def run(tiny_folder, tmp_path, monkeypatch):
@@ -51,9 +62,9 @@ def run(tiny_folder, tmp_path, monkeypatch):
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     rows = [{"prompt": "Go.", "word": word} for word in ("a", "b")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = save_scripted(tiny_folder, tmp_path / "model", (CALL, "<|end|>"), special=False)
 
-    def load(**changes):
+    def load(call=CALL, **changes):
+        model = save_scripted(tiny_folder, tmp_path / "model", (call, "<|end|>"), special=False)
         settings = {
             "steps": 1,
             "environment": {"name": "pings:Pings", "weight": 2.0},
@@ -101,6 +112,23 @@ def test_counts_are_metrics(run, tmp_path):
     names = ("tool_calls", "tool_errors", "branches", "template_mismatches", "noncanonical_turns")
     assert [metrics[f"rollout/{name}"] for name in names] == [12.0, 0.0, 0.0, 0.0, 0.0]
     assert metrics["logprob_gap_max"] < 1e-5
+
+
+def test_a_call_that_does_not_parse_is_answered(run, tmp_path):
+    metrics, rollouts = trained(
+        run(call="<tool_call>{ping}</tool_call>", **{"rollout.max_trajectory_tokens": 400}), tmp_path
+    )
+    assert metrics["rollout/tool_errors"] == metrics["rollout/tool_errors/not-parsed"] == 12.0
+    assert rollouts[0]["rewards"]["environment/pings"] == 0.0
+    assert [author for author, _ in rollouts[0]["spans"]] == ["policy", "tool"] * 2 + ["policy"]
+
+
+def test_a_game_is_played_to_its_end(run, tmp_path):
+    (tmp_path / "pings.py").write_text(GAME)
+    metrics, rollouts = trained(run(), tmp_path)
+    assert rollouts[0]["rewards"] == {"environment": 0.75}  # 0.25 and 0.5
+    assert [author for author, _ in rollouts[0]["spans"]] == ["policy", "tool", "policy"]
+    assert metrics["rollout/turns"] == 2.0
 
 
 def test_a_class_that_fails_for_a_row_is_refused_before_the_first_step(run, tmp_path):

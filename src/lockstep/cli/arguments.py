@@ -158,7 +158,7 @@ METAVARS: dict[Callable[[str], Any], str] = {
     steps: "A:B",
     numbers: "LIST",
 }
-"""What stands for a value of this kind in the help."""
+"""The placeholder of a value of this kind in the help."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -38,17 +38,17 @@ class OpenModel:
     run: RunConfig | None
     """The run that it comes from, if any."""
     source: str
-    """Which weights these are, in words."""
+    """A description of its weights."""
 
     @property
     def data(self) -> DataConfig:
-        """How the run turns text into prompts; the defaults for a bare model."""
+        """The run's settings for turning text into prompts; the defaults for a bare model."""
         data = getattr(self.run, "data", None)
         return data if isinstance(data, DataConfig) else DataConfig()
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How the run samples; the defaults for a bare model."""
+        """The run's sampling settings; the defaults for a bare model."""
         own = None if self.run is None else self.run.sampling
         return own or SamplingConfig(max_tokens=256)
 
@@ -125,7 +125,7 @@ def find_run(where: str, checkpoint: str | None) -> tuple[RunConfig, Path] | Non
 def model_of_run(
     run: RunConfig, weights: Path, *, dtype: Dtype | Literal["auto"]
 ) -> tuple[ModelConfig, Path | None]:
-    """What to load for the weights of a run: an export by itself, a checkpoint over the run's model."""
+    """Return what to load for a run's weights: an export alone, or the run's model and a checkpoint."""
     if weights.name == "export":
         return ModelConfig(name=str(weights), dtype=dtype), None
     return run.model.model_copy(update={"dtype": dtype}), weights

@@ -204,7 +204,7 @@ def devices() -> list[Finding]:
 
 
 def device_type() -> str:
-    """What train.device = "auto" resolves to."""
+    """Return the device type to which train.device = "auto" resolves."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -366,7 +366,7 @@ def _refused(cell: dict[str, str]) -> str:
 
 
 def _cannot(line: DoctorLine, device: str) -> str:
-    """What the machine lacks for it besides packages; empty: nothing."""
+    """Return what the machine lacks for it, besides packages; empty: nothing."""
     lacks = {
         "cxx": "torch.compile on a CPU needs a C++ compiler: install g++ or set CXX",
         "triton": "triton is not installed",
@@ -462,7 +462,7 @@ def _visible_devices(value: str | None) -> Finding:
 
 
 def _bytecode(torch: ModuleSpec | None, *, written: bool) -> Finding:
-    """Whether imports find compiled code: images are built without it, and some forbid Python to write it."""
+    """Check that imports find compiled code: some images lack it, or forbid Python to write it."""
     kept = torch is not None and torch.cached is not None and Path(torch.cached).exists()
     name = "PYTHONDONTWRITEBYTECODE"
     if kept or written:

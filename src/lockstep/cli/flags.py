@@ -83,7 +83,7 @@ def parse_run(
 
 
 def _is_config(source: str) -> bool:
-    """Whether the word names a recipe or a file, which may not exist."""
+    """Return whether the word names a recipe or a file, which may not exist."""
     path = Path(source)
     named = source in recipes() or path.suffix == ".toml" or len(path.parts) > 1
     return named or path_problem(source) is not None or path.is_file()

@@ -31,7 +31,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "chosen": ("chosen", "preferred", "accepted"),
     "rejected": ("rejected", "dispreferred", "refused"),
 }
-"""What a column is for -> the names that it usually has, the first that the data has is taken."""
+"""Role of a column -> its usual names; the first one that the data has is taken."""
 _ROWS = 64
 """Rows that are counted, so that a batch is not larger than a small file."""
 
@@ -43,7 +43,7 @@ class Found:
     source: str
     model: str
     file: Path
-    """Where the run file goes."""
+    """The run file to write."""
     columns: Mapping[str, str]
     """Role -> column, of those that were found."""
     row: Mapping[str, Any]
@@ -152,7 +152,7 @@ def _dpo(kind: str, found: Found) -> Lines:
 
 
 TEMPLATES: Mapping[str, Callable[[str, Found], Lines]] = {"grpo": _rl, "ppo": _rl, "sft": _sft, "dpo": _dpo}
-"""What can be written -> the lines of its file. A kind of run, or what a run of some kind is for."""
+"""Kind of run, or a purpose of one -> the lines of its file."""
 
 
 def main(argv: Sequence[str]) -> int:

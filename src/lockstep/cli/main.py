@@ -244,8 +244,8 @@ def _warning(
 
 
 def _reported_by_launcher(error: LockstepError) -> bool:
-    """Whether the launcher reports this error of a rank. lockstep.ranks.context loads torch; a process that
-    has not imported it is not a rank."""
+    """Return whether the launcher reports this error of a rank. lockstep.ranks.context loads torch; a process
+    that has not imported it is not a rank."""
     context = sys.modules.get("lockstep.ranks.context")
     return context is not None and bool(context.reported_by_launcher(error))
 

@@ -153,7 +153,7 @@ class TrainCommand:
     """None: as many as there are GPUs."""
     rank_timeout: float | None = None
     cluster: str | None = None
-    """Which provider starts the ranks; None: --ranks."""
+    """The provider that starts the ranks; None: --ranks."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -359,7 +359,7 @@ def _launch_on_cluster(
 
 
 def _is_finished(command: TrainCommand, ranks: int) -> bool:
-    """Whether the run has finished. Raises ConfigError, DataError or ModelError if it cannot start."""
+    """Return whether the run has finished. Raises ConfigError, DataError or ModelError if it cannot start."""
     from lockstep.loop.preflight import preflight
 
     finished = preflight(

@@ -47,7 +47,7 @@ def _check_name(name: str) -> str:
 
 
 def is_module_path(value: str) -> bool:
-    """Whether it has the form `module:attribute`."""
+    """Return whether it has the form `module:attribute`."""
     module, _, attribute = value.partition(":")
     return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
 
@@ -186,7 +186,7 @@ _MOST_BYTES = 65536
 _SAVED: set[str] = set()
 """Secrets of runs that were started before settings were searched for secrets."""
 _NO_SECRETS = ("true", "false", "none", "null", "0", "1", "empty", "dummy", "unused", "not-needed")
-"""What is written where a client wants a key and the server asks for none: EMPTY in vLLM's examples."""
+"""Placeholders for a key where the client needs one but the server does not, as EMPTY in vLLM's examples."""
 _WELL_KNOWN = re.compile(
     # With a digit in a run of letters: sk-SK-instructions is a data set in Slovak.
     r"(?<![A-Za-z0-9_])(sk-[A-Za-z0-9_-]{0,200}?(?<![A-Za-z0-9])(?=[A-Za-z]{0,99}[0-9])[A-Za-z0-9]{16}"
@@ -221,7 +221,7 @@ def _check_variable(name: str) -> str:
 
 
 SecretPlace = Annotated[str, AfterValidator(_check_reference)]
-"""Where a secret is."""
+"""The place of a secret."""
 Variable = Annotated[str, AfterValidator(_check_variable)]
 """The name of an environment variable."""
 
@@ -322,7 +322,7 @@ def _why_secret(name: str, value: str) -> str | None:
 
 
 def _like_a_secret(name: str, value: str) -> bool:
-    """Whether a value under a secret's name may be one: `end_token = "</answer>"` and paths are none."""
+    """Return whether a value under a secret's name may be one (not `end_token = "</answer>"` or a path)."""
     if not value or value.startswith(("/", "~/")):
         return False
     if re.search("token|auth$", name, re.IGNORECASE):

@@ -1,4 +1,4 @@
-"""Where ranks and roles run."""
+"""The placement of ranks and roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backends, engines, kernels and execution modes declare beside their code, so that no central table
+"""Declarations of backends, engines, kernels and execution modes, beside their code, so that no central table
 names one of them.
 
 A declaration is a TOML file, `support.toml` in an implementation's package or `NAME_support.toml` beside its
@@ -46,7 +46,7 @@ class Entry(Record):
     tested: str = ""
     """`ci-cpu:TEST` or `gpu:RESULT_FILE`; empty unless supported."""
     on: str = ""
-    """Of a GPU test: date, machine and versions, as in its result file."""
+    """Date, machine and versions of a GPU test, as in its result file."""
 
     @model_validator(mode="after")
     def _check(self) -> Entry:
@@ -65,7 +65,7 @@ class Entry(Record):
 
 
 class DoctorLine(Record):
-    """What `lockstep doctor` says of an implementation."""
+    """A line of `lockstep doctor` about an implementation."""
 
     value: str = ""
     """The value that the line is about; empty: the file's own."""
@@ -89,10 +89,10 @@ class Declaration(Record):
     name: str = ""
     """The value of the axis."""
     place: int = 0
-    """Where the value stands among those of its axis, in help texts and tables."""
+    """Position of the value among those of its axis, in help texts and tables."""
     support: tuple[Entry, ...] = ()
     batch_invariant: tuple[Entry, ...] = ()
-    """What train.batch_invariant = true cannot be combined with."""
+    """Combinations that train.batch_invariant = true rules out."""
     doctor: DoctorLine = DoctorLine()
 
 
@@ -102,28 +102,28 @@ class Refusal(Record):
     when: dict[str, tuple[bool | int | str, ...]]
     """Setting of TrainConfig, or "lora" -> the values that are refused, all of them together."""
     error: str
-    """What, why, and what to set; `{NAME}` stands for the value of a setting."""
+    """The message: problem, reason, and what to set; `{NAME}` stands for the value of a setting."""
 
     def applies(self, values: Mapping[str, Any]) -> bool:
-        """Whether these settings are refused."""
+        """Return whether these settings are refused."""
         return all(values[name] in refused for name, refused in self.when.items())
 
 
 class Stacks(Record):
-    """What a backend is called in `lockstep parity train`: see src/lockstep_lab/train_parity/stacks.py."""
+    """A backend's names in `lockstep parity train`: see src/lockstep_lab/train_parity/stacks.py."""
 
     options: tuple[Literal["tp", "ring", "zero", "deepcompile"], ...] = ()
     """The options that not every backend has."""
     usual: tuple[str, ...] = ()
     """The backend's stacks in the usual suite, by their options; "": without one."""
     place: int = 0
-    """Where they stand in it."""
+    """Their position in it."""
     checked: tuple[str, ...] = ()
     """More stacks that `lockstep parity check` looks at."""
     plain: str = ""
     """An option that names of log files leave out."""
     skip: Literal["all", "plain"] = "all"
-    """Which stacks the backend's name leaves out as a word of --skip: all, or the one without options."""
+    """The stacks that the backend's name leaves out as a word of --skip: all, or the one without options."""
 
 
 class BackendDeclaration(Declaration):

@@ -201,7 +201,7 @@ def resolved(config: EngineConfig, *, native: bool) -> EngineConfig:
 
 
 def has_own_weights(config: EngineConfig) -> bool:
-    """Whether weights are sent to the engine. Of a `module:Class` only the class knows:
+    """Return whether weights are sent to the engine. For a `module:Class`, only the class knows:
     lockstep.engine.build.is_external."""
     engine, own = engines().get(config.name), config.process == "separate"
     return config.name == "auto" and own if engine is None else engine.external or own

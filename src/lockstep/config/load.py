@@ -271,7 +271,7 @@ def parse_value(text: str, *, origin: str) -> Any:
 
 
 def _ends_in_comment(text: str, origin: str) -> bool:
-    """Whether a # begins a comment in the last line of a TOML value: more may then follow it."""
+    """Return whether a # begins a comment in the last line of a TOML value: more may then follow it."""
     if "#" not in text:
         return False
     try:

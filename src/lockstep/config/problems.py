@@ -96,7 +96,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
 
 
 def _apart(details: list[Any]) -> list[list[Any]]:
-    """What pydantic says of one place; apart, where it is several errors of ours in one."""
+    """Return pydantic's errors about one place, with several errors of ours in one taken apart."""
     cause = details[0].get("ctx", {}).get("error")
     if not isinstance(cause, LockstepError) or not cause.parts:
         return [details]

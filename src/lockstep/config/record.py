@@ -49,7 +49,7 @@ class RecordConfig(Config):
         return None if match is None else int(match[1])
 
     def covers(self, step: int) -> bool:
-        """Whether inputs of `step` are recorded."""
+        """Return whether inputs of `step` are recorded."""
         return step >= self.first_step and (self.last_step is None or step <= self.last_step)
 
 

@@ -110,7 +110,7 @@ class RolloutConfig(Config):
 
 
 BUILTIN_REWARDS = ("format", "http", "ids", "length", "math", "verifier")
-"""What `rewards.name` may be besides `module:attribute`."""
+"""Values of `rewards.name` besides `module:attribute`."""
 
 
 class RewardConfig(Config):

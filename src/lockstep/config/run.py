@@ -135,7 +135,7 @@ class GRPORun(RunConfig):
 
     @property
     def documents_setting(self) -> str:
-        """Which settings decide that."""
+        """The settings that decide it."""
         return "rollout.prompts_per_step * rollout.group_size / train.minibatches"
 
     @property
@@ -297,11 +297,11 @@ class OfflineRun(RunConfig):
 
     @property
     def documents_name(self) -> str:
-        """What batch_size counts."""
+        """The unit that batch_size counts."""
         return "documents"
 
     def documents_of(self, row: Mapping[str, Any] | None) -> int:
-        """How many of them a row holds; None: at most."""
+        """Return the number of these units in a row; row None: the most that a row can have."""
         return 1
 
     @property
@@ -316,7 +316,7 @@ class OfflineRun(RunConfig):
 
     @property
     def documents_setting(self) -> str:
-        """Which setting decides that."""
+        """The setting that decides it."""
         return "batch_size"
 
     @property

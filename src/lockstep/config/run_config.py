@@ -97,7 +97,7 @@ class RunConfig(Config):
 
     @property
     def reward_functions(self) -> tuple[RewardConfig, ...]:
-        """What scores samples, beside reward models."""
+        """The rewards that score samples, besides reward models."""
         return ()
 
     def without_rewards(self) -> Self:
@@ -106,7 +106,7 @@ class RunConfig(Config):
 
     @property
     def sampling(self) -> SamplingConfig | None:
-        """How training samples; None: it does not."""
+        """The sampling settings of training; None: it does not sample."""
         return None
 
     @property
@@ -140,7 +140,7 @@ class RunConfig(Config):
 
     @property
     def documents_setting(self) -> str:
-        """Which settings decide that."""
+        """The settings that decide it."""
         raise NotImplementedError
 
     @property

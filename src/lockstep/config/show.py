@@ -39,7 +39,7 @@ def different(run: RunConfig) -> dict[str, Any]:
 
 
 def _different(config: Config, default: Config) -> dict[str, Any]:
-    """What differs from the defaults, and of a table that is not there by default the table."""
+    """Return the settings that differ from the defaults; a table that is not there by default, as a whole."""
     values, defaults = to_values(config), to_values(default)
     found: dict[str, Any] = {}
     for name in (each for each in values if values[each] != defaults.get(each)):

@@ -62,7 +62,7 @@ SETTINGS = {
     "device": "train.device",
     "dtype": "model.dtype",
 }
-"""Where a user sets each axis."""
+"""The setting of each axis."""
 
 TABLE: tuple[Entry, ...] = (
     *rows_in_order(declarations(), "support", axes=("engine", "execution", "backend", None, "attention")),
@@ -75,12 +75,12 @@ BATCH_INVARIANT: tuple[Entry, ...] = tuple(
         declarations(), "batch_invariant", axes=(None, "attention", "execution", "engine", "backend")
     )
 )
-"""What train.batch_invariant = true cannot be combined with. vllm and sglang have a mode of their own
-(engine.batch_invariant): with them the gap is measured, and not promised."""
+"""Combinations that train.batch_invariant = true rules out. vllm and sglang have a mode of their own
+(engine.batch_invariant): with them the gap is measured, but not promised to be 0."""
 
 
 class RunAxes(Protocol):
-    """What check_support reads of a run."""
+    """The attributes of a run that check_support reads."""
 
     @property
     def train(self) -> TrainConfig: ...
@@ -361,7 +361,7 @@ def _check_refused(train: TrainConfig, refuses: Iterable[Refusal], *, lora: bool
 
 
 def _values(train: TrainConfig, *, lora: bool) -> dict[str, Any]:
-    """What refusals are about."""
+    """Return the values that refusals refer to."""
     return {**dict(train), "lora": lora}
 
 

@@ -138,7 +138,7 @@ class TrainConfig(Config):
 
     @property
     def gathers_keys(self) -> bool:
-        """What ring_comm means, once batch_invariant is resolved: whether ring attention gathers keys."""
+        """Whether ring attention gathers keys, once batch_invariant is resolved."""
         if self.ring_comm == "auto":
             return self.ring > 1 and bool(self.batch_invariant)
         return self.ring_comm == "all_gather"
@@ -174,7 +174,7 @@ WITHOUT_PLAN = {
     "reduce_gradients": "per_step",
     "optimizer_device": "model",
 }
-"""What "auto" is where nothing depends on the memory of a GPU and on the run's steps."""
+"""Values of "auto" where nothing depends on the memory of a GPU and on the run's steps."""
 
 
 def outside_of_runs(train: TrainConfig) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""What is kept of data sources between runs: indexes, copies and verdicts, named by their content."""
+"""The cache of data sources between runs: indexes, copies and verdicts, named by their content."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class ChatFormat:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the rows hold and nothing reads, and how many borders would merge; one sentence each."""
+        """Notes about ignored columns and the number of borders that would merge; one sentence each."""
         notes = list(self._notes)
         if self.merged_borders:
             notes.append(
@@ -247,7 +247,7 @@ class ChatFormat:
         return self._template.job(messages, generate=generate, options=self.kwargs, turns=turns, where=where)
 
     def is_blank(self, ids: Sequence[int]) -> bool:
-        """Whether the text of the ids is empty or white space."""
+        """Return whether the text of the ids is empty or white space."""
         if len(ids) != 1:
             return not ids or not self.tokenizer.decode(ids).strip()
         if ids[0] not in self._blank:  # usually one line feed, in every row
@@ -340,8 +340,7 @@ def _bare_backend(tokenizer: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _encodes_as_transformers(classes: tuple[type, ...]) -> bool:
-    """Whether a class of tokenizers has its call from transformers' fast tokenizers, and changes nothing of
-    it."""
+    """Return whether a tokenizer's classes take their call unchanged from transformers' fast tokenizers."""
     definers = (
         next((each.__module__ for each in classes if name in vars(each)), "")
         for name in ("__call__", "_encode_plus")

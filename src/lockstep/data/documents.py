@@ -95,7 +95,7 @@ class DocumentMaker:
         self.chat = document_format(config, tokenizer, kind=kind)
         self.vocab_size, self.positions = vocab_size, positions
         self.pad_id: int | None = None
-        """Of a reward model, which does not score its tokens."""
+        """A reward model's pad token, whose positions it does not score."""
 
     @property
     def selective(self) -> bool:
@@ -189,7 +189,7 @@ class DocumentSet(Generic[T]):
     """
 
     name = "documents"
-    """Of the items, in messages."""
+    """The name of the items in messages."""
 
     def __init__(
         self, items: LazyItems[T], *, maker: DocumentMaker | None = None, source: Source | None = None
@@ -205,7 +205,7 @@ class DocumentSet(Generic[T]):
         """Hash of all of them, or of the first rows and the source's content, by which a resumed run
         recognises its data."""
         self.verdict_key: str | None = None
-        """Of `lockstep data check`; None: the set was made whole."""
+        """The key of `lockstep data check`'s verdict; None: the set was made as a whole."""
         self._verdict: tuple[str, ...] = ()
         if maker is not None and source is not None and not items.whole:
             maker.chat.counts_borders = False
@@ -227,7 +227,7 @@ class DocumentSet(Generic[T]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to say of the rows at the start, one sentence each."""
+        """Notes about the rows for the start of a run, one sentence each."""
         found = () if self._maker is None else self._maker.chat.notes
         return (*(() if self._source is None else self._source.table.notes), *self._verdict, *found)
 
@@ -258,7 +258,7 @@ class DocumentSet(Generic[T]):
         return digest.hexdigest()
 
     def _hashed(self, item: T) -> Iterator[bytes]:
-        """What of an item belongs to the fingerprint."""
+        """Yield the bytes of an item that the fingerprint covers."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ WINDOW = 20
 and rows that are appended to a file later change nothing."""
 
 HoldOut = Literal["hash", "first"]
-"""Which rows of a file without `data.size` are held out: those of the smallest hashes, or, as in runs of
+"""The rows held out of a file without `data.size`: those with the smallest hashes, or, as in runs of
 earlier versions, the first ones."""
 
 

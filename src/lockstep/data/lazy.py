@@ -54,13 +54,13 @@ State = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Generic[T]):
-    """What a row became."""
+    """The result of making an item from a row."""
 
     item: T | None = None
     """None: it is left out."""
     state: State = "kept"
     error: LockstepError | None = None
-    """Of a row at fault."""
+    """The error of a row at fault."""
     tokens: int = 0
     trained: int = 0
 
@@ -125,7 +125,7 @@ class LazyItems(Generic[T]):
         self._trusted = 0
         self._news: list[LeftOut] = []
         self.tokens = self.trained = 0
-        """Of the items that were made, each counted once."""
+        """Tokens of the items that were made, each item counted once."""
         self.first_bad: LockstepError | None = None
         self.sampled = self.take(range(first if self._open_end else min(length, first)))
         """The items of the first rows, without those left out; if all are, the first ones behind them."""
@@ -169,7 +169,7 @@ class LazyItems(Generic[T]):
 
     @property
     def counts(self) -> Counter[str]:
-        """How many items are in each state, by its name."""
+        """The number of items in each state, by its name."""
         found = np.bincount(self._states, minlength=len(STATES))
         counts = Counter(dict(zip(STATES, map(int, found), strict=True)))
         if self._open_end:
@@ -347,7 +347,7 @@ class LazyItems(Generic[T]):
             self._news.append(LeftOut(number=number, state="bad", why=str(error)))
 
     def _reach(self, number: int) -> int:
-        """How many items there are; where that is not known, at least as far as `number`."""
+        """Return the number of items. If it is not known, make room for item `number` first."""
         return self.rows
 
     def _set_state(self, number: int, state: str) -> None:

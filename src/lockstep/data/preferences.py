@@ -181,7 +181,7 @@ def _paired(
     config: DataConfig,
     scored: Callable[[PlacedRow, Pair], Preference] | None,
 ) -> Outcome[Preference]:
-    """What a row becomes of what its two answers became."""
+    """Return the outcome of a row, given those of its two answers."""
     assert isinstance(row, PlacedRow), "one at fault has no answers"
     for each in (chosen, rejected):
         if each.item is None:
@@ -340,7 +340,7 @@ def _check_copy(prompt: Any, messages: Sequence[Message], where: str) -> None:
 
 
 def _is_conversation(answer: Any) -> bool:
-    """Whether the answer is a whole conversation, with the prompt in it."""
+    """Return whether the answer is a whole conversation, including the prompt."""
     return bool(
         isinstance(answer, list)
         and answer

@@ -66,7 +66,7 @@ class PromptSet(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to say of the rows at the start, one sentence each."""
+        """Notes about the rows for the start of a run, one sentence each."""
         return ()
 
     def make_all(self) -> None:  # noqa: B027 - where there is an end
@@ -313,7 +313,7 @@ class FixedPrompts(PromptSet):
         self.items, self._maker, self._source = items, maker, source
         self._fingerprint = self._hash()
         self.verdict_key: str | None = None
-        """Of `lockstep data check`; None: the set was made whole."""
+        """The key of `lockstep data check`'s verdict; None: the set was made as a whole."""
         self._verdict: tuple[str, ...] = ()
         if source is not None and maker.chat is not None and not (items.whole or maker.config.streaming):
             excluded = hashlib.blake2b(b"".join(sorted(maker.exclude)), digest_size=16).hexdigest()
@@ -414,7 +414,7 @@ class PromptStream(PromptSet):
 
     @property
     def size(self) -> int | None:
-        """None: endless."""
+        """None, because the set is endless."""
         return None
 
     @property

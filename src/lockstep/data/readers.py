@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 JSON_COLUMNS = b"lockstep.json_columns"
 """Key in the metadata of Parquet files of ours: names of the columns that hold JSON."""
 _BUFFER_BYTES = 2**20
-"""Of a column that is being read: without it, all of it in a row group."""
+"""Buffer for reading a column; without it, a row group's whole column would be read at once."""
 ROW_DEPTH = 200
 """Deepest nesting of lists and objects: functions that walk a row recurse once or twice a level."""
 
@@ -154,7 +154,7 @@ _Change = Callable[[Any], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
-    """How a column is restored."""
+    """How to restore a column."""
 
     drop: bool
     """Nulls of objects."""
@@ -166,7 +166,7 @@ class _Kept:
 
 
 def _change(kind: Any, how: _Kept) -> _Change | None:
-    """What restores a value of this Arrow type that is not null; None: it is as it was."""
+    """Return the function that restores a non-null value of this Arrow type; None: it needs no change."""
     import pyarrow.types as types
 
     if getattr(kind, "extension_name", "") == "arrow.json":

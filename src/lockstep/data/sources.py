@@ -23,7 +23,7 @@ _MEANINGS = (
     ("answer", "solution", "response", "completion", "output", "target", "ground_truth"),
     ("messages", "conversation", "conversations"),
 )
-"""What published data sets call the same column."""
+"""Names of the same column in published data sets."""
 _CONVERT = (
     ", such as with datasets: load_dataset({0!r}, data_files=FILE, split='train').to_json('data.jsonl')"
 )
@@ -64,7 +64,7 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """Of the content and of which rows of it these are."""
+        """Fingerprint of the content and of the selection of its rows."""
         return f"{self.table.fingerprint}/{self.config.skip}/{len(self)}"
 
     def read(self, numbers: Sequence[int]) -> list[PlacedRow | DataError]:

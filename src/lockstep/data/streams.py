@@ -231,8 +231,8 @@ class StreamItems(LazyItems[T]):
         return np.concatenate(found)
 
     def _reach_window(self, which: int) -> bool:
-        """Whether a window is full. Its order depends on its size, so this is known before any of it is
-        made."""
+        """Read rows until a window is full, and return whether it is. Its order depends on its size, which is
+        therefore known before any of it is made."""
         if which >= self._full:
             try:
                 self._has((which + 1) * self._window // self.of_row - 1)

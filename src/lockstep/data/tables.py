@@ -44,10 +44,10 @@ SMALL_BYTES = 2**24
 WHOLE_BYTES = 2**26
 """A file of at most so many bytes is hashed whole."""
 BLOCKS, BLOCK_BYTES = 256, 2**16
-"""Of a larger one this many blocks of this size are, the first and the last among them."""
+"""Number and size of the blocks of a larger file that are hashed, including the first and the last."""
 _SCAN_BYTES = 2**24
 _COPY_ROWS = 128
-"""Of a batch in a copy: what is read for one row."""
+"""Rows of a batch in a copy, which is the least that is read for one row."""
 _LINE_FEED, _BRACE = ord("\n"), ord("{")
 
 Row = dict[str, Any]
@@ -57,7 +57,7 @@ class Table(ABC):
     """Rows by number, from 0. `read` may be called by several threads at once."""
 
     notes: tuple[str, ...] = ()
-    """What to say of the table at the start, a sentence each."""
+    """Notes about the table for the start of a run, a sentence each."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -222,7 +222,7 @@ def _new_index(name: str, file: UnchangedFile) -> tuple[np.ndarray, tuple[str, .
 
 
 def _fits(index: np.ndarray, size: int) -> bool:
-    """Whether this can be the index of a file of so many bytes."""
+    """Return whether this can be the index of a file of `size` bytes."""
     return bool(
         index.dtype == np.int64
         and index.ndim == 2

@@ -1,4 +1,4 @@
-"""What `lockstep data check` has found in a data set, kept in the cache for the runs on it."""
+"""Results of `lockstep data check` for a data set, kept in the cache for the runs on it."""
 
 from __future__ import annotations
 

@@ -36,6 +36,14 @@ class Checks:
     open_borders: int = 0
     """Borders of a turn at which no special token stands, where the whole text could have other tokens."""
 
+    def update(self, other: Checks) -> None:
+        """Add what was found in other conversations."""
+        self.mismatches.update(other.mismatches)
+        self.branches.update(other.branches)
+        self.turns += other.turns
+        self.noncanonical_turns += other.noncanonical_turns
+        self.open_borders += other.open_borders
+
     def add(self, turns: Turns, ledger: Ledger) -> None:
         """Check a trajectory that has ended."""
         self.branches.update(ledger.causes)

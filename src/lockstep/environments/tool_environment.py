@@ -138,7 +138,7 @@ class ToolEnvironment(SingleTurn):
         try:
             while True:
                 trajectory = await turn
-                written = ledger.add_policy(trajectory.spans[-1].token_ids)
+                written = ledger.add_policy(trajectory.token_ids[len(ledger.ids) :])
                 if trajectory.finish_reason != "stop":
                     break
                 replies = await self._replies(course, written)
@@ -174,15 +174,20 @@ class ToolEnvironment(SingleTurn):
 
     async def _reward(self, course: _Course, sample: Sampler) -> None:
         """Ask the class for its reward, and compare the tokens with the template's."""
-        began = time.perf_counter()
-        with self._lock:
-            self._counts.checks.add(course.tokens.turns, course.ledger)
-            self._counts.check_seconds += time.perf_counter() - began
+        # In a thread, because tens of milliseconds here would hold up the turns of all other trajectories.
+        await asyncio.to_thread(self._check_tokens, course)
         messages = course.tokens.history(course.ledger.part)
         reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
         if reward is None and course.stepped:
             reward = course.steps
         self._outcomes[sample.seed] = _Outcome(reward=reward)
+
+    def _check_tokens(self, course: _Course) -> None:
+        began, checks = time.perf_counter(), Checks()
+        checks.add(course.tokens.turns, course.ledger)
+        with self._lock:
+            self._counts.checks.update(checks)
+            self._counts.check_seconds += time.perf_counter() - began
 
     async def _failed(self, failure: EnvironmentFailure, sample: Sampler) -> Trajectory:
         """A trajectory whose instance failed: the run ends, or the sample is dropped.

@@ -105,7 +105,7 @@ class Builder:
         self.hooks = hooks or LoopHooks()
         self.hold_out = holds_out(config, self.manifest)
         self.role_workers: tuple[RoleWorker, ...] = ()
-        """Of the roles that are not in this process."""
+        """Workers of the remote roles."""
         self.reward_models: RewardModels | None = None
         self.own_environment: str | None = None
         """The class of an environment of the user's; None: the config's."""
@@ -463,8 +463,8 @@ def _connect_engine(
     ranks: RankContext,
     work_dir: Path | None,
 ) -> tuple[InferenceEngine, WeightTransfer]:
-    """Of engines with weights of their own every rank has one; where that of one rank does not start, none is
-    left running."""
+    """Start the engine and the transfer of weights to it. With an external engine, every rank starts one; if
+    one of them does not start, the others are closed."""
     config, device = resolved.run.engine, resolved.device
     if not is_external(config):
         engine = make_engine(config, model=engine_model(resolved, model, backend))

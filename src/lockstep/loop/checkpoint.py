@@ -311,7 +311,7 @@ class CheckpointManager:
                 self._remove(entry.path)
 
     def _best(self, entries: Sequence[_Entry]) -> list[_Entry]:
-        """Those with a metric, best first; of equals the later one is better."""
+        """Return the checkpoints that have a metric, best first; of equals the later one is better."""
         sign = 1 if self.config.mode == "max" else -1
         known = [
             (sign * entry.metric, entry.sequence, entry) for entry in entries if entry.metric is not None

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside its models, run_state.json and complete.json, and whether it is intact."""
+"""A checkpoint's files beside those of its models, run_state.json and complete.json, and their checks."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ def algorithm_notes(now: Mapping[str, Any] | None, then: Mapping[str, Any]) -> I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """What any later save of this boundary writes, so that a step that is cut short leaves nothing in it.
-    Weights, optimizer and the algorithm's numbers change in an update only, and need no copy here."""
+    """The state that any later save of this boundary writes, so that a step that is cut short leaves no
+    trace in it. Weights, optimizer and the algorithm's numbers change only in an update and need no copy."""
 
     done: int
     """Steps."""
     generators: dict[str, Tensor]
-    """Of this process; a reward's process has none that last: it is seeded for each sample."""
+    """States of this process's random generators. A reward's process is seeded for each sample."""
     state: dict[str, Any]
-    """What the session saves as run_state.json."""
+    """The content of run_state.json."""
 
     @classmethod
     def take(cls, done: int, state: Mapping[str, Any], *, ranks: RankContext) -> Boundary:

@@ -32,7 +32,7 @@ from lockstep.processes.child import gc_paused
 from lockstep.processes.supervisor import die_with
 
 _ITEMS = 512
-"""Of one task of a worker."""
+"""Items in one task of a worker."""
 _AHEAD = 3
 """Tasks that each worker is given at once."""
 NAMED = 100
@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SetReport:
-    """What one of a run's data sections holds."""
+    """The counts of one of a run's data sections."""
 
     section: str
     """data or eval_data."""
@@ -181,7 +181,7 @@ def _quantiles(lengths: np.ndarray) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What a run of items became."""
+    """The result of one task: consecutive items."""
 
     first: int
     states: np.ndarray
@@ -191,7 +191,7 @@ class _Part:
 
 
 def _parts(run: RunConfig, section: str, found: Checked, *, workers: int) -> Iterator[_Part]:
-    """As they are done."""
+    """Yield the results as they are done."""
     places = range(0, found.items.rows, _ITEMS)
     if len(places) == 1 or workers == 1:
         yield from (_part(found, first) for first in places)

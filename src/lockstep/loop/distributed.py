@@ -77,7 +77,7 @@ def compare_settings(run: RunConfig, ranks: RankContext, *, resume: Path | None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshCoordinates:
-    """Where a rank stands among those that share data (dp), tokens (ring) and matrices (tp)."""
+    """A rank's coordinates among the ranks that share data (dp), tokens (ring) and matrices (tp)."""
 
     sizes: dict[str, int]
     at: dict[str, int]

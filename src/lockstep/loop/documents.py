@@ -124,7 +124,7 @@ class DocumentBatches:
         return self._prepared(self._packed(self.held_out.batch(0, len(self.held_out), self._seed)))
 
     def abort(self) -> None:
-        """Nothing: a step's documents are packed at once."""
+        """Do nothing: a step's documents are packed at once."""
 
     def _packed(self, samples: Sequence[TrainSample]) -> list[PackedBatch]:
         return self._policy.plan(samples, self._task.loss_weights(samples))
@@ -296,7 +296,7 @@ class KTOTask(KTO, OfflineTask):
     def prepared(
         self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
     ) -> list[PackedBatch]:
-        """With ref_logprobs and the step's baseline, which takes a pass of policy and reference."""
+        """Return the batches with ref_logprobs and the step's baseline, in a pass of policy and reference."""
         assert backend.ref is not None, "the loop asks for one where needs_ref"
         others = mismatched(batches, max_length=plan.max_seqlen)
         packed = plan(others, [sample.loss_mask.float() for sample in others])
@@ -337,7 +337,7 @@ TASKS: Mapping[str, Callable[..., OfflineTask]] = {
 
 
 def _limits(model: OpenedModel) -> dict[str, int]:
-    """What a document must fit."""
+    """The limits that a document must fit."""
     return {"vocab_size": int(model.text.vocab_size), "positions": model.max_positions}
 
 

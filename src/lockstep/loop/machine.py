@@ -1,4 +1,4 @@
-"""What a run finds where it starts: devices, how much memory their GPUs have, and who holds some of it."""
+"""The machine that a run starts on: its devices, the memory of its GPUs, and the processes that hold some."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _SMI_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a run finds where it starts."""
+    """The devices and the memory that a run finds at its start."""
 
     device: str
     """cpu, cuda or cuda:N: of this rank."""
     ranks: int = 1
-    """That share a step."""
+    """The number of ranks that share a step."""
     gpu: str = ""
     """Name of the device, of all ranks' the smallest; empty: a CPU."""
     total_bytes: int = 0
     """Memory to plan with: of the device, or this rank's share of it; the least of all ranks. Under
     train.plan_for_free what is free of it. 0: a CPU."""
     free_bytes: int = 0
-    """What is free on this rank now; 0: not known."""
+    """Free memory of this rank's device at the start; 0: not known."""
     unequal: str = ""
     """A line for the user where the ranks' devices differ in size."""
     engine_gpus: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ def find_machine(run: RunConfig, ranks: RankContext | None = None) -> Machine:
 
 
 def layout_here(cluster: ClusterConfig | None, ranks: RankContext) -> NodeLayout:
-    """Which device of this node is whose, however its ranks were started."""
+    """Return the assignment of this node's devices, however its ranks were started."""
     local = 1 if ranks.world_size == 1 else local_ranks(os.environ) or ranks.world_size
     return NodeLayout(ranks=local) if cluster is None else cluster.layout(local)
 
@@ -72,7 +72,7 @@ def check_devices(cluster: ClusterConfig | None, device: str, *, ranks: RankCont
 
 
 def _device(named: str, ranks: RankContext) -> str:
-    """What train.device means on this rank."""
+    """Return the device that train.device means on this rank."""
     if ranks.world_size > 1:
         return str(ranks.device)
     if named == "auto":

@@ -1,4 +1,4 @@
-"""How much memory a run needs, part by part, before anything is loaded, and which setting lowers each part.
+"""The memory that a run needs, part by part, before anything is loaded, and the setting that lowers each.
 
 Training's parts are the backend's own (`memory` in its support.toml, or the attribute `memory_parts` of a
 class of the user's); sampling's and what a process needs anyway are counted here. It is an estimate: a
@@ -194,7 +194,7 @@ _OF_KIND: Mapping[str, Callable[..., list[MemoryPart]]] = {
     "dpo": _of_documents,
     "rm": _of_documents,
 }
-"""What each kind of run needs beside its policy."""
+"""The parts that each kind of run has besides the policy's."""
 
 
 def _placed(parts: Sequence[MemoryPart], run: RunConfig) -> list[MemoryPart]:
@@ -222,8 +222,8 @@ def _placed(parts: Sequence[MemoryPart], run: RunConfig) -> list[MemoryPart]:
 def _scoring_parts(
     shape: ModelShape, run: RunConfig, *, step: tuple[int, int], ranks: int
 ) -> list[MemoryPart]:
-    """What a reference needs to score a micro-batch on a GPU where nothing larger is computed. Nothing of a
-    layer is kept for a backward, so this is what checkpointing keeps, and less.
+    """Return the memory in which a reference scores a micro-batch on a GPU where nothing larger is computed.
+    It keeps nothing for a backward, so it needs at most what checkpointing keeps.
 
     Args:
         step: as of `_train_parts`.
@@ -244,14 +244,14 @@ def _scoring_parts(
 
 
 def _runtime_part(kind: str, *, ranks: int) -> MemoryPart:
-    """What a rank's process needs beside tensors."""
+    """Return the memory of a rank's process besides tensors."""
     name = CUDA_RUNTIME if kind == "cuda" else _RUNTIME
     size = _RUNTIME_BYTES[kind] + _NCCL_BYTES * (kind == "cuda" and ranks > 1)
     return MemoryPart(name=name, bytes=size, phase="always", setting="")
 
 
 def _remote_parts(run: RunConfig, kind: str) -> list[MemoryPart]:
-    """What the processes of remote roles need beside the models."""
+    """Return the memory of the remote roles' processes besides their models."""
     return [
         MemoryPart(
             name=f"{_RUNTIME} of {remote_name(index)}",
@@ -285,7 +285,7 @@ def _train_parts(
 def _value_parts(
     shape: ModelShape, run: PPORun, tokens: int, *, device: torch.device, ranks: int
 ) -> list[MemoryPart]:
-    """What the value model's backend holds.
+    """Return the memory of the value model's backend.
 
     Args:
         tokens: token slots of the largest micro-batch.
@@ -333,7 +333,8 @@ def _of_value(part: MemoryPart) -> str:
 
 
 def _copy_part(shape: ModelShape, run: RunConfig, train: TrainConfig, *, size: tuple[str, int]) -> MemoryPart:
-    """What a save in the background copies of a model into host memory; the last save is none.
+    """Return the copy of a model that a background save makes in host memory. (The last
+    save is not in the background.)
 
     Args:
         size: device type, and number of ranks.
@@ -450,7 +451,7 @@ ON_DEVICE: Mapping[tuple[Role, OffloadPart], tuple[Phase, ...]] = {
 }
 """Part that can be offloaded -> the phases of the memory plan in which it is on the device."""
 VALUE_PREFIX = "value model: "
-"""What names of the value model's parts begin with in a plan."""
+"""Prefix of the names of the value model's parts in a plan."""
 _PARTS: Mapping[str, OffloadPart] = {
     "parameters": "weights",
     "parameters, this rank's": "weights",

@@ -48,7 +48,7 @@ from lockstep.ranks.in_memory_checkpoint import (
 from lockstep.train.state.index import read_index
 
 _WRITE_SECONDS = 600.0
-"""For a copy to be written, where it is waited for."""
+"""Deadline for writing a copy, where the loop waits for it."""
 _BUSY = "busy"
 
 

@@ -98,7 +98,7 @@ def _critic_seconds(run: RunConfig, shape: ModelShape, card: Card, width: Parall
 
 
 def _offload_seconds(run: RunConfig, shape: ModelShape, card: Card, width: Parallelism) -> float:
-    """Of the copies to and from host memory."""
+    """Return the seconds of the copies to and from host memory."""
     state = _state_bytes(run.train)
     moved = {"policy": state, "value": 2 + state, "ref": 2, "reward_model": 2}
     there = {"policy": shape.trained}
@@ -109,7 +109,7 @@ def _offload_seconds(run: RunConfig, shape: ModelShape, card: Card, width: Paral
 def _trained_seconds(
     run: RunConfig, train: TrainConfig, shape: ModelShape, card: Card, width: Parallelism
 ) -> float:
-    """Of forward, backward and update of one model."""
+    """Return the seconds of forward, backward and update of one model."""
     tokens = run.tokens_per_step * train.epochs_per_batch / width.dp
     updates = train.epochs_per_batch * train.minibatches if run.online else 1
     budget = min(token_slots(train.token_budget), tokens / updates)
@@ -134,7 +134,7 @@ def _trained_seconds(
 
 
 def _generation_seconds(run: RunConfig, shape: ModelShape, card: Card, width: Parallelism) -> float:
-    """Of what memory settings change."""
+    """Return the seconds of the part of sampling that memory settings change."""
     engine = getattr(run, "engine", None)
     if engine is None or run.sampling is None:
         return 0.0
@@ -180,12 +180,12 @@ def kv_tokens(run: RunConfig, width: Parallelism) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a run is planned for."""
+    """The GPUs that a run is planned for."""
 
     gpu: str
     """Name of the device."""
     total_bytes: int
-    """Of its memory, a rank's share where ranks share it; the least of all ranks."""
+    """Memory of the device, or a rank's share of it if ranks share it; the least of all ranks."""
     ranks: int
 
     @property
@@ -195,7 +195,7 @@ class Place:
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may use."""
+        """The memory that a plan may use."""
         return int(self.total_bytes * (1 - MARGIN))
 
 
@@ -218,7 +218,7 @@ def _auto_settings(run: RunConfig) -> list[str]:
 
 
 def rests_on(run: RunConfig) -> dict[str, Any]:
-    """What a plan is for, of what may change when a run is resumed."""
+    """Return the settings that a plan depends on and that may change when a run is resumed."""
     names = ("backend", "tp", "ring", "zero_stage", "parameter_device")
     return {name: getattr(run.train, name) for name in names}
 
@@ -321,13 +321,13 @@ class Planned(Generic[Run]):
     run: Run
     """Without an open memory setting."""
     settings: Mapping[str, Any]
-    """What "auto" became, by dotted path."""
+    """The values chosen for "auto", by dotted path."""
     plan: MemoryPlan
     seconds: float
-    """Of a step, estimated."""
+    """Estimated time of a step."""
     place: Place
     fastest: Candidate
-    """Of all plans, whether it fits or not."""
+    """The fastest of all plans, whether it fits or not."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -363,13 +363,13 @@ class Candidate:
     plan: MemoryPlan
 
     def line(self, run: RunConfig) -> str:
-        """It in a line. run: whose settings were open."""
+        """Describe the plan in a line. run: the run whose settings were open."""
         used = savings(with_settings(run, self.settings), self.settings)
         return f"{gib(self.plan.peak_bytes)}, {self.seconds:.2f} s a step: {used}"
 
 
 def savings(run: RunConfig, settings: Mapping[str, Any]) -> str:
-    """What a plan saves memory with, in words; settings: those that were open."""
+    """Describe how a plan saves memory; settings: those that were open."""
     words = {
         "train.reshard_after_forward": (True, "weights gathered again in backward"),
         "train.reduce_gradients": ("per_micro_batch", "gradients reduced in each micro-batch"),
@@ -482,7 +482,7 @@ class Planner(Generic[Run]):
             yield self.planned(found)
 
     def faster(self, plan: Candidate) -> Candidate | None:
-        """Of the plans that are faster, none of which fits where `plan` was chosen, the smallest."""
+        """Return the smallest of the plans that are faster; None: `plan` is the fastest."""
         found = [candidate for candidate in self.candidates() if candidate.seconds < plan.seconds]
         return min(found, key=lambda candidate: candidate.plan.peak_bytes, default=None)
 
@@ -532,7 +532,7 @@ class Planner(Generic[Run]):
                 return
 
     def _remedies(self) -> Iterator[str]:
-        """What would make the run fit: more GPUs, tensor parallelism, LoRA, 8-bit states."""
+        """Changes that would make the run fit: more GPUs, tensor parallelism, LoRA, 8-bit states."""
         run, ranks = self.run, self.place.ranks
         spans = run.train.backend in ("local", "fsdp2")
         for more in (2, 4, 8, 16, 32, 64):

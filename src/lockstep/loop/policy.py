@@ -35,7 +35,7 @@ class Trained:
     """Base of the models on the trainer's side: their calls give the engine's memory to the trainer."""
 
     engine: RolloutEngine | None = None
-    """That shares the GPU; None: there is none yet."""
+    """The engine that shares the GPU; None: not created yet."""
     spans: Spans
 
     def _working(self) -> contextlib.AbstractContextManager[None]:
@@ -47,12 +47,12 @@ class StepBatches:
     """The micro-batches of a step's optimizer steps, and the loss on them."""
 
     minibatches: list[list[PackedBatch]]
-    """Of each optimizer step of one pass."""
+    """One list for each optimizer step of a pass."""
     passes: int
     """Passes over them; 0: the policy is not trained in this step."""
     loss: TokenLoss
     samples: list[PolicySample]
-    """Of the whole step, also those without a gradient that `minibatches` leaves out."""
+    """All samples of the step, including those without a gradient, which `minibatches` leaves out."""
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
         for _ in range(self.passes):

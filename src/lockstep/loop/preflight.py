@@ -47,7 +47,7 @@ BACKEND_CLASS_MEMBERS = (
     "close",
     "compile_report",
 )
-"""What a class must have before one is made; see lockstep.protocols.TrainBackend, which needs torch."""
+"""Members that a backend's class must have; see lockstep.protocols.TrainBackend, which needs torch."""
 
 
 def preflight(
@@ -310,7 +310,7 @@ def check_attribute(target: str, *, what: str) -> None:
 
 
 def _find(module: str) -> importlib.machinery.ModuleSpec | None:
-    """Where a module would be imported from; none of its parents is imported."""
+    """Return the spec that a module would be imported from, without importing its parents."""
     first, *rest = module.split(".")
     loaded = sys.modules.get(module)
     if loaded is not None and loaded.__spec__ is not None:

@@ -54,7 +54,7 @@ class Resolved(Generic[Run]):
     support: str
     """supported: a parity test covers this combination; untested; or, in a plan only, unsupported."""
     support_note: str
-    """What the support table says about it; may be empty."""
+    """The support table's note about it; may be empty."""
     auto_execution: str = ""
     """Why train.execution = "auto" became what it is; empty: it was not "auto", or there was no choice."""
     auto_token_budget: str = ""
@@ -72,7 +72,7 @@ class Resolved(Generic[Run]):
 
     @property
     def dtype(self) -> str:
-        """Of the computation, as in "bfloat16"."""
+        """The dtype of the computation, such as "bfloat16"."""
         return self.run.model.dtype
 
     @property
@@ -87,7 +87,7 @@ class Resolved(Generic[Run]):
 
     @property
     def layout(self) -> Layout:
-        """Of packs."""
+        """The layout of packs."""
         return self.run.train.layout
 
     @property
@@ -370,8 +370,8 @@ def resolve_execution(run: RunConfig, *, device: str, parameters: int, ranks: in
 
 
 def _value_parameters(run: RunConfig, *, policy: int) -> int:
-    """Of PPO's value model, 0 without one. A model of the hub, which may not be on this machine yet, counts
-    as large as the policy."""
+    """Return the parameters of PPO's value model; 0 without one. A model of the hub, which may not be on this
+    machine yet, counts as large as the policy."""
     if run.critic is None:
         return 0
     name = run.critic.name
@@ -478,11 +478,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice(Generic[Value]):
-    """What an "auto" became."""
+    """The value chosen for an "auto"."""
 
     value: Value
     reason: str
-    """For the user; empty: nothing to explain."""
+    """The explanation for the user; may be empty."""
 
 
 def seconds_saved_per_step(

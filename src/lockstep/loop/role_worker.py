@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 _TRIES = 3
 """Attempts at a call while the process lives but breaks the connection."""
 _LOOK_SECONDS = 1.0
-"""How often a waiting rank checks whether the process of another rank is dead."""
+"""Interval at which a waiting rank checks whether the process of another rank is dead."""
 _DEATH_SECONDS = 2.0
 """After a broken connection: how long to wait for the death of the process to show."""
 _CARRIED = ("LOCKSTEP_CACHE", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

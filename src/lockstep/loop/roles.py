@@ -61,7 +61,7 @@ class Critic(Trained):
     """Passes over a rollout batch."""
     spans: Spans
     recorder: Recorder | None = None
-    """Of its inputs, which `backend` then goes through."""
+    """The recorder of its inputs, which then wraps `backend`."""
 
     @property
     def updates_per_step(self) -> int:
@@ -243,7 +243,7 @@ def _states(sample: RolloutSample) -> StateSample:
 
 
 def _figures(samples: Sequence[ValueSample]) -> dict[str, float]:
-    """Of the values before the update."""
+    """Return the metrics of the values before the update."""
     values = torch.cat([sample.old_values[sample.loss_mask] for sample in samples])
     returns = torch.cat([sample.returns[sample.loss_mask] for sample in samples])
     if not len(values):

@@ -26,7 +26,7 @@ from lockstep.transfer.buckets import Verifier, serving
 
 @dataclass(kw_only=True)
 class LoopHooks:
-    """What a loop is connected to: timers, display and signals."""
+    """A loop's connections: timers, display and signals."""
 
     spans: Spans = field(default_factory=Spans)
     """Get the times of the parts."""

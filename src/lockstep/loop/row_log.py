@@ -1,4 +1,4 @@
-"""Which rows of its data a run leaves out: left_out.jsonl in its folder, and counts in its manifest."""
+"""The rows that a run leaves out of its data: left_out.jsonl in its folder, and counts in its manifest."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RowLog:
             self.write()
 
     def _drop_torn_line(self) -> None:
-        """Of a write that was cut short: its batch was not trained on."""
+        """Remove the last line if its write was cut short: its batch was not trained on."""
         path = self._dir.left_out
         with self._dir.writing(path):
             content = path.read_bytes()

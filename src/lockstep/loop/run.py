@@ -69,7 +69,7 @@ _BETWEEN = ("time/evaluate", "time/save", "time/peer_copy")
 
 
 class Source(Protocol[Batch_co]):
-    """What a step of the loop is on: rollouts, or documents."""
+    """The source of a step's batch: rollouts, or documents."""
 
     def next(self, step: int) -> Batch_co | None:
         """Return the batch of a step; None: the run was asked to stop meanwhile."""
@@ -87,9 +87,9 @@ class EvaluationResult:
     numbers: Mapping[str, Any]
     """By name, without the eval/ of metrics.jsonl."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """Of rollouts/evaluation-NAME.jsonl."""
+    """The rows of rollouts/evaluation-NAME.jsonl."""
     budget_factor: int = 1
-    """How many times the tokens of the other evaluations it was allowed."""
+    """Its token limit, as a multiple of the other evaluations'."""
 
 
 EvaluationName = Literal["before", "during", "after"]
@@ -98,7 +98,7 @@ Evaluate = Callable[[EvaluationName, int], EvaluationResult | None]
 
 
 class Start(TypedDict, total=False):
-    """Whether a run begins, and on which ranks."""
+    """How to start a run: new or resumed, and on which ranks."""
 
     resume: Path | None
     """A run directory to go on from; the run is its config."""
@@ -273,7 +273,7 @@ class Run:
             raise Interrupted(summary) from error
 
     def _leaves_something(self, error: BaseException | None) -> bool:
-        """Whether the folder holds steps, evaluations, a smaller plan, or a log that the error names."""
+        """Return whether the folder has steps, evaluations, a smaller plan, or a log that the error names."""
         named = any(f"{path}/" in str(error) for path in (self.dir.path, self.dir.path.resolve()))
         return self._begun or named or not isinstance(error, LockstepError) or bool(OutOfMemory.of(error))
 

@@ -1,4 +1,4 @@
-"""What the manifest of a run says of how it runs, and what of that has changed when it goes on."""
+"""The manifest's record of how a run is computed, and the changes in it when the run is resumed."""
 
 from __future__ import annotations
 

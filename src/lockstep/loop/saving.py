@@ -1,4 +1,4 @@
-"""What a run saves and goes on from: checkpoints, copies in the memory of peers, and run_state.json."""
+"""Saving and resuming a run: checkpoints, copies in the memory of peers, and run_state.json."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ class Saving:
         self.config, self.ranks, self.spans = config, ranks, spans
         self.state = RunState()
         self.gaps: list[str] = []
-        """What the files of a resumed run lack, and it can do without."""
+        """Gaps in the files of a resumed run that do not prevent the resume."""
         self.metrics: MetricsLog | None = None
         """Flushed to the disk before each save; set when it is opened, on rank 0."""
         self.rows: RowLog | None = None
-        """Of data whose rows are read as they come near."""
+        """The log of rows left out, if the data is read lazily."""
         self.saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
         self.source: str | None = None
-        """What the run goes on from: memory, checkpoint; None: it begins."""
+        """"memory" or "checkpoint": where the state of a resumed run came from; None: a new run."""
         self.copies = PeerCheckpoints.of_launcher(ranks, say=say)
         self._dir, self._manifest, self._recorders, self._say = manifest.dir, manifest, recorders, say
         self._restart = restart

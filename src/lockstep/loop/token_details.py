@@ -1,4 +1,4 @@
-"""What the trainer computed for each token of a step's rollouts: log.token_details adds it to rollouts/."""
+"""The trainer's numbers for each token of a step's rollouts, which log.token_details adds to rollouts/."""
 
 from __future__ import annotations
 

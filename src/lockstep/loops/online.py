@@ -54,7 +54,7 @@ class OnlineParts:
     resolved: Resolved[GRPORun]
     model: LoadedModel
     backend: TrainBackend
-    """Of the policy."""
+    """The policy's backend."""
     ref: Scorer | None
     """The frozen reference; None: the algorithm has no KL term."""
     engine: InferenceEngine
@@ -86,7 +86,7 @@ class OnlineParts:
 
     @property
     def roles(self) -> Saved:
-        """What a checkpoint holds: the policy, and the value model if there is one."""
+        """The models of a checkpoint: the policy, and the value model if there is one."""
         if self.value is None:
             return self.backend
         others, algorithm = {"value": self.value.backend}, cast(ValueAlgorithm, self.algorithm)

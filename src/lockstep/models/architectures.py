@@ -1,4 +1,4 @@
-"""Which architectures train packed, and why others do not; transformers' models, typed and kept quiet."""
+"""The architectures that train packed, and why others do not; transformers' models, typed and kept quiet."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _not_exported(directory: Path, reason: str) -> ModelError:
 
 
 def _reason(error: OSError, temporary: Path | None, directory: Path) -> str:
-    """What cannot be written, by the name that it would have had, and why."""
+    """Return which file cannot be written, by its final name, and why."""
     file = Path(error.filename or directory)
     if temporary is not None and file.is_relative_to(temporary):
         file = directory / file.relative_to(temporary)

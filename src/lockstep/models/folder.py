@@ -184,8 +184,8 @@ def check_score(folder: Path, *, name: str) -> None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether there is a weight file, or an index with a name outside the folder; an index alone may have
-    been fetched with the config."""
+    """Return whether there is a weight file, or an index with a name outside the folder; an index alone may
+    have been fetched with the config."""
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return (folder / WEIGHTS).is_file()
     names = _weight_map(folder / INDEX).values()

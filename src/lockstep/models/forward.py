@@ -74,7 +74,7 @@ class DecoderInputs:
     num_slots: int
     """T; on a ring t, the rank's own rows."""
     kwargs: dict[str, Any]
-    """What the attention implementation needs to know."""
+    """Arguments of the attention implementation."""
 
 
 def decoder_inputs(
@@ -268,7 +268,7 @@ def _shared_inputs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bo
 
 
 def _packed_kwargs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bool) -> dict[str, Any]:
-    """What the attention implementation `kernel` needs to know about a pack."""
+    """Return the arguments of the attention implementation `kernel` for a pack."""
     if kernel.startswith("hf:"):
         return _hf_packed_kwargs(kernel, batch)
     kwargs: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}

@@ -70,7 +70,7 @@ CONFIG_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What transformers raises over a config with impossible values."""
+"""Errors that transformers raises for a config with impossible values."""
 # Only files that Lockstep reads: a hub repository may hold several times the model's size.
 _HUB_FILES = sorted(f"*{ending}" for ending in READ)
 # The same weights once more, in other formats.
@@ -102,7 +102,7 @@ class LoadedModel:
     """The train backend's execution mode; an engine that must be bitwise equal runs its layers the same
     way."""
     tp: TensorParallel | None = None
-    """How the module was cut to one rank's part; None: it is whole."""
+    """The split of the module into ranks' parts; None: it is whole."""
     weights_follow: bool = False
     """The Parameters are allocated and have no values yet: weight updates bring them. An engine may free them
     while it sleeps."""
@@ -115,9 +115,9 @@ class OpenedModel:
     name: str
     """ModelConfig.name."""
     head: HeadKind
-    """Of the module that is to be built."""
+    """The head of the module that is to be built."""
     folder: Path | None
-    """None: a shape."""
+    """The folder with its files; None: the model is a shape."""
     tokenizer: Tokenizer | None
     """See LoadedModel."""
     config: PretrainedConfig

@@ -258,9 +258,9 @@ class MemoryPart:
     setting: str
     """The setting that makes it smaller."""
     role: str = "policy"
-    """Which of the run's models it is for: policy, value or reward_model."""
+    """The run's model that it is for: policy, value or reward_model."""
     place: str = ""
-    """What it is on a GPU of its own with, such as "remote group 1"; "": the rank's device."""
+    """The dedicated GPU that it is on, such as "remote group 1"; "": the rank's device."""
 
 
 def forward_sizes(

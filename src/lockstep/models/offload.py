@@ -195,7 +195,7 @@ class PendingCopy:
 
 
 class CopySpace:
-    """Where a backend's saves copy to; one per backend.
+    """The memory that a backend's saves copy to; one per backend.
 
     Args:
         pin: None: whether there is a GPU.
@@ -206,7 +206,7 @@ class CopySpace:
         self._blocks: list[Tensor] = []
         self._block, self._used = 0, 0
         self._device: torch.device | None = None
-        """Where copies are under way."""
+        """The device from which copies are under way."""
         self._pending: PendingCopy | None = None
 
     def begin(self) -> None:

@@ -166,7 +166,7 @@ def _lockstep_modules(module: nn.Module) -> dict[str, Split | Replicated]:
 
 
 def _adapted(path: str, how_of: Callable[[str], Split | Replicated]) -> Split | Replicated:
-    """How a module is split, given how the linears of a module without LoRA layers are.
+    """Return how a module is split, given how the linears of a module without LoRA layers are.
 
     B A is split as the matrix that it is added to: B by outputs, or A by inputs. The other factor is on every
     rank. An A whose outputs go into parts of B has a gradient of these parts only.
@@ -207,7 +207,7 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
 
 
 def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
-    """How a module is split by transformers' styles, pattern of paths -> style. Raises ConfigError."""
+    """Return how transformers' styles (pattern of paths -> style) split a module. Raises ConfigError."""
     style = styles.get(re.sub(r"\.\d+\.", ".*.", path), "replicate")
     if style not in _HF_STYLES:
         known = ", ".join(_HF_STYLES)
@@ -247,7 +247,7 @@ def part_bounds(length: int, *, rank: int, size: int) -> tuple[int, int]:
 
 
 class TensorParallel:
-    """Which part of each Parameter this rank of the group has."""
+    """This rank's part of each Parameter in a tensor parallel group."""
 
     def __init__(
         self, module: nn.Module, *, group: dist.ProcessGroup, plan: Plan, vocab: VocabShard | None
@@ -275,7 +275,7 @@ class TensorParallel:
         _install(twin, self, aliases(twin), trains=False)
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Of all ranks' parts together."""
+        """Return the shape of all ranks' parts together."""
         return self._shapes[name]
 
     def gather(self, name: str, local: Tensor) -> Tensor:

@@ -36,10 +36,15 @@ class SpecialText:
         self._heads = {text[:n] for text in self.by_text for n in range(1, len(text))}
         self._tails = {text[-n:] for text in self.by_text for n in range(1, len(text))}
         self._longest = max(map(len, self.by_text), default=1) - 1
+        ends = {end for text in self.by_text for end in (text[0], text[-1])}
+        self._ends = re.compile(f"[{re.escape(''.join(sorted(ends)))}]" if ends else "(?!)")
 
     def places(self, content: str) -> Places:
         """Return where a content holds a special token, and where the beginning or the end of one could be
         completed by what a template writes around the content."""
+        # Most contents hold no such character, and millions of them are looked at.
+        if self._ends.search(content) is None:
+            return ()
         found = [match.span() for match in self.pattern.finditer(content)]
         first = min(found[0][0] if found else len(content), self._longest)
         last = max(found[-1][1] if found else 0, len(content) - self._longest)

@@ -102,7 +102,7 @@ def band(slots: Tensor, *, window: int | None) -> Tensor:
 
 
 class Places(NamedTuple):
-    """Where queries or keys are."""
+    """The places of queries or keys."""
 
     document: Tensor
     """[n] int64."""
@@ -139,7 +139,7 @@ def aligned_mask(
 
 
 class SharedKeys(TypedDict):
-    """What attention needs to know of `SharedRows`, as a compiled graph takes it: tensors and ints by
+    """The fields of `SharedRows` that attention needs, as a compiled graph takes them: tensors and ints by
     name."""
 
     keys: Tensor
@@ -152,7 +152,7 @@ class SharedKeys(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Where each document's keys are, if they are not its rows."""
+    """The places of each document's keys, if they are not its rows."""
 
     cu_keys: Tensor
     """[D_cap + 1] int32."""

@@ -1,4 +1,4 @@
-"""Which documents share a micro-batch: the groups that `lockstep.packing.packs` makes packs of."""
+"""Grouping of documents into micro-batches, which `lockstep.packing.packs` makes packs of."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def full_groups(
 
 
 def _leading(lengths: Sequence[int], room: int, most: int) -> int:
-    """How many of the first lengths, `most` at most, fit together."""
+    """Return how many of the first lengths, at most `most`, fit together."""
     return bisect.bisect_right(list(accumulate(lengths[:most])), room)
 
 

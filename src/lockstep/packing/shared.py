@@ -73,7 +73,7 @@ def _segments_of(batch: PackedBatch) -> tuple[list[_Segment], list[int]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCounts:
-    """What a pack has in layout shared, without padding."""
+    """Sizes of a pack in layout shared, without padding."""
 
     rows: int
     keys: int
@@ -129,8 +129,8 @@ def _counts(segments: Sequence[_Segment]) -> RowCounts:
 
 
 class Prefixes:
-    """What the prompts of documents have in common. They are sorted once, so that the rows of any few of the
-    documents are counted without their tokens."""
+    """The common prefixes of documents' prompts. The prompts are sorted once, so that the rows of any few of
+    the documents are counted without their tokens."""
 
     def __init__(self, samples: Sequence[TrainSample]) -> None:
         masks = [sample.loss_mask.numpy() for sample in samples]
@@ -184,7 +184,7 @@ def prompt_length(mask: NDArray[np.bool_]) -> int:
 
 
 def _adjacent(token_ids: Sequence[Ids], lengths: Sequence[int]) -> int:
-    """How many leading tokens the prompts of two documents have in common."""
+    """Return how many leading tokens the prompts of two documents have in common."""
     length = min(lengths)
     differ = token_ids[0][:length] != token_ids[1][:length]
     return int(differ.argmax()) if differ.any() else length

@@ -39,7 +39,7 @@ class Rates(NamedTuple):
     lr: float
     weight_decay: float
     scale: float
-    """What gradients are multiplied by: the clip coefficient, at most 1."""
+    """The factor of gradients: the clip coefficient, at most 1."""
 
 
 def trained_parameters(module: nn.Module) -> list[NamedParameter]:

@@ -1,5 +1,5 @@
-"""What train/deepspeed/backend.py needs of DeepSpeed's internals: gradients, this rank's parts of masters and
-moments, and how to go on after a backward that failed. Everything here was read in DeepSpeed 0.19.8."""
+"""DeepSpeed's internals for train/deepspeed/backend.py: gradients, this rank's parts of masters and moments,
+and the recovery from a failed backward. Everything here was read in DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fragment:
     flat: Tensor
     """The partition: the optimizer's parameter, and the key of its state."""
     offset: int
-    """Where element `start` is in it."""
+    """The position of element `start` in it."""
 
     def of(self, partition: Tensor) -> Tensor:
         """The part of `flat`, or of a moment of the same shape: a view, 1-D."""

@@ -211,7 +211,7 @@ def _removed(lock: Path) -> bool:
 
 
 def _is_open(info: os.stat_result) -> bool:
-    """Whether any process has this file open, as far as this user may look."""
+    """Return whether any process has this file open, as far as this user may look."""
     for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             # Suppressed: the process may have ended by now, or be another user's.

@@ -213,8 +213,8 @@ class FSDP2Backend(MasterBackend):
 
     @property
     def _shares_results(self) -> bool:
-        """Whether this rank shares its results: one rank of each tensor parallel group, which all compute the
-        same."""
+        """Whether this rank shares its results. One rank of each tensor parallel group does, as all of them
+        compute the same."""
         return self.mesh.tp_rank == 0
 
     def _assigned(self, batches: Sequence[PackedBatch]) -> list[tuple[int | None, PackedBatch]]:
@@ -223,7 +223,7 @@ class FSDP2Backend(MasterBackend):
         return assign_batches(batches, part=self.mesh.dp_rank, parts=self.mesh.dp)
 
     def _rows(self, batch: PackedBatch) -> tuple[Rows, Tensor, RingPart | None]:
-        """What the head sees of a batch on the host: slots of the pack, their labels, and on a ring their
+        """Return the head's part of a batch on the host: slots of the pack, their labels, and on a ring their
         positions among this rank's rows."""
         if self.mesh.ring == 1:
             rows, labels = head_rows(batch, static=self._static_head, device=self.device)

@@ -364,7 +364,7 @@ def _groups(part: FSDPModule | nn.Module) -> list[Any]:
 
 
 def _reset_iter_state(root: nn.Module) -> None:
-    """What FSDPModule.reset_iter_state of torch 2.13 does, for older versions."""
+    """Do what FSDPModule.reset_iter_state of torch 2.13 does, for older versions."""
     state = _state(root)
     if state._device.type == "cuda":
         # Kernels of the failed pass may still use the buffers that are let go below.
@@ -420,7 +420,7 @@ class RankMesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By axis."""
+        """The sizes of the mesh by axis."""
         return {"dp": self.dp, "ring": self.ring, "tp": self.tp}
 
     @property

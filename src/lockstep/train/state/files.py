@@ -32,7 +32,7 @@ from lockstep.train.optimizer import lr_at
 # A part is written while a thread hashes it: large enough that handing it over costs nothing beside that.
 _CHUNK = 1 << 24
 STATE_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
-"""Of tensors that a train state may have, by their names in safetensors."""
+"""The dtypes that a train state may have, by their names in safetensors."""
 _MAX_JSON = 1 << 26
 """Bytes; state.json names each tensor of the model and the optimizer."""
 
@@ -134,7 +134,7 @@ def read_record(path: Path, name: str, record: Any) -> FileRecord:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Whether a value is an int; True and False are not."""
+    """Return whether a value is an int; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -178,7 +178,7 @@ def out_of_space(directory: Path, *, needed: int, free: int) -> str:
 
 
 def is_out_of_space(error: OSError) -> bool:
-    """Whether the disk, or the user's quota on it, is full."""
+    """Return whether the disk, or the user's quota on it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -251,16 +251,16 @@ class TensorMeta(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a backend lays its state out over ranks; kept in the checkpoint. A run resumes
-    bitwise on the same layout."""
+    """The layout of a backend's state over ranks, kept in the checkpoint. A run resumes bitwise on the same
+    layout."""
 
     backend: str
     """"local", "fsdp2", "deepspeed"."""
     mesh: Mapping[str, int]
     """Axis to size, such as {"dp": 2, "ring": 1, "tp": 2}; empty for one process."""
     stream: int = 0
-    """Which random numbers this rank draws where the checkpoint has none for it: ranks that must draw the
-    same ones (those of one tp group) have the same number, the first has 0."""
+    """The random stream of this rank if the checkpoint has none for it. Ranks that must draw the same numbers
+    (those of one tp group) have the same stream; the first has 0."""
 
 
 class Reader(Protocol):

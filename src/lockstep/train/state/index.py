@@ -285,7 +285,7 @@ class StoredTensors:
         )
 
     def _is_weight(self, name: str, needed: Mapping[str, TensorMeta]) -> bool:
-        """Whether a master is a float32 weight in this run."""
+        """Return whether a master is a float32 weight in this run."""
         weight = needed.get(MODEL + name.removeprefix(MASTER)) if name.startswith(MASTER) else None
         return weight is not None and weight.dtype == torch.float32
 
