@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.observe.files import read_json
+from lockstep.observe.files import read_json, read_plain
 from lockstep.observe.text import printable_text
 from lockstep.view.about import Setting
 from lockstep.view.rollouts import LIMIT, Only, Order, Rollout, RolloutQuery, Span, Token
@@ -167,12 +167,16 @@ class Site:
         keys = dict.fromkeys(key for row in about.evaluations for key in row if key.startswith("eval/"))
         return self._page("about", "about", reader=reader, title="About", about=about, evaluated=list(keys))
 
-    def report_page(self, run: str, name: str, path: Path) -> str:
-        """A report that is JSON."""
-        content = read_json(path, DataError)
-        return self._page(
-            "report", *("report", name), reader=self._run(run), title=name, tab="about", content=content
-        )
+    def report(self, run: str, name: str) -> tuple[str, bool]:
+        """A report, and whether it is a whole page of its own. Raises DataError: there is none."""
+        reader = self._run(run)
+        report = next((each for each in reader.about().reports if each.name == name), None)
+        if report is None:
+            raise DataError(f"no-such-file: {run} has no report {name}")
+        if report.html:
+            return read_plain(report.path, DataError).decode("utf-8", "replace"), True
+        content = read_json(report.path, DataError)
+        return self._page("report", "about", reader=reader, title=name, content=content), False
 
     def error(self, error: LockstepError, run: str | None = None) -> str:
         """The page in place of one, maybe of a run, that cannot be shown."""
@@ -189,13 +193,6 @@ class Site:
     def curve_data(self, run: str, names: Iterable[str], **options: Any) -> dict[str, Any]:
         """What the charts of these metrics draw: `Curves.json`. Raises ConfigError: no such run."""
         return self._run(run).curves().json(list(names), **options)
-
-    def report(self, run: str, name: str) -> tuple[Path, bool]:
-        """Return a report's file and whether it is a whole page. Raises DataError: none."""
-        for each in self._run(run).about().reports:
-            if each.name == name:
-                return each.path, each.html
-        raise DataError(f"no-such-file: {run} has no report {name}")
 
     def runs(self) -> dict[str, RunReader]:
         """The runs by id: those that were there once, and those that have begun since."""

@@ -22,8 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.observe.files import read_plain
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.view.render import STATIC, Site
 
 HOST = "127.0.0.1"
@@ -121,12 +120,11 @@ def app(site: Site) -> Starlette:
         return _answer(request, json.dumps(data, allow_nan=False, separators=(",", ":")), "application/json")
 
     def report(request: Request) -> Response:
-        run, name = request.path_params["run"], request.path_params["name"]
-        path, whole = site.report(run, name)
-        if not whole:
-            return _answer(request, site.report_page(run, name, path))
-        headers = {"content-security-policy": REPORT_POLICY}
-        return Response(read_plain(path, DataError), headers=headers, media_type="text/html")
+        text, whole = site.report(**request.path_params)
+        answer = _answer(request, text)
+        if whole:
+            answer.headers["content-security-policy"] = REPORT_POLICY
+        return answer
 
     def failed(request: Request, error: Any) -> Response:
         html = site.error(error, request.path_params.get("run"))

@@ -77,11 +77,8 @@ class Charts {
     this.load(true);
   }
   find(word) {
-    for (const group of $$("details", this.root)) {
-      const hits = $$(".chart", group).filter(each => !(each.hidden = !each.dataset.metric.toLowerCase().includes(word)));
-      group.hidden = !hits.length;
-      if (word) group.open = hits.length > 0 && hits.length <= 12;
-    }
+    for (const each of $$("details .chart", this.root)) each.hidden = !each.dataset.metric.toLowerCase().includes(word);
+    for (const group of $$("details", this.root)) group.open = word && $$(".chart:not([hidden])", group).length <= 12;
     this.load(true);
   }
   async load(always) {
