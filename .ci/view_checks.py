@@ -105,9 +105,24 @@ async def check_long(scene: Scene) -> None:
     same("long: first and last", (xs[0], xs[-1]), (0, LONG_STEPS - 1))
     dip = min(logged, key=lambda step: logged[step])
     same("long: the smallest", xs[ys.index(min(ys))], dip)
+    await _read_exactly(scene, rows)
     await scene.browser.look("lockstep.charts[0].range([100, 199])")
     xs, ys = await scene.curve("loss", until="data[0].length === 100")
     same("long: all values of a range", ys, [logged[step] for step in range(100, 200)])
+
+
+async def _read_exactly(scene: Scene, rows: list[dict[str, Any]]) -> None:
+    """Each chart of thinned curves reads the step under the cursor, which its own points need not have."""
+    browser, names = scene.browser, [name for name in rows[0] if name not in ("step", "timestamp")]
+    chart = CHART.format("loss")
+    await browser.look(f"{chart}.scrollIntoView({{ block: 'center' }})")
+    box = await browser.look(f"{chart}.querySelector('.u-over').getBoundingClientRect().toJSON()")
+    await browser.mouse("mouseMoved", box["left"] + box["width"] * 0.37, box["top"] + box["height"] / 2)
+    step = int(number((await browser.wait("document.querySelector('.at b').textContent"))[len("step ") :]))
+    for name in names:
+        shown = f"{CHART.format(name)}.querySelector('.read b').textContent.replaceAll(',', '')"
+        await browser.wait(f"Math.abs({shown} - {figures(rows[step][name])}) < 1e-9")
+    same("long: hover reads a step", (rows[step]["step"], 0 < step < LONG_STEPS - 1), (step, True))
 
 
 async def check_rollouts(scene: Scene) -> None:

@@ -39,7 +39,9 @@ def write(folder: Path) -> None:
     _add(folder / "deleted" / "rollouts" / "step-000000.jsonl", [rollout(0, 0, 0, "soon gone")])
     run(folder / "changed", [metric(0, loss=1.0)])
     _add(folder / "changed" / "rollouts" / "step-000000.jsonl", [rollout(0, 0, 0, "the old words")])
-    run(folder / "long", [metric(step, loss=_loss(step)) for step in range(LONG_STEPS)])
+    # Two metrics of which other points are kept when they are thinned.
+    values = [{"loss": _loss(step), "reward/mean": step * 7919 % 1009 / 1009} for step in range(LONG_STEPS)]
+    run(folder / "long", [metric(step, **each) for step, each in enumerate(values)])
     run(folder / "newer", [metric(0, loss=1.0)], version=NEWER)
     _damaged(folder / "damaged")
     _earlier(folder / "earlier")
