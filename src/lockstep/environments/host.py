@@ -243,8 +243,9 @@ class ToolHost:
     def _lost(self, how: object) -> EngineError:
         code = "deadline" if isinstance(how, TimeoutError) else "process-died"
         return EngineError(
-            f"{code}: the process of environment {self.target!r} {how}; look for what it has printed, and "
-            "for the machine's memory"
+            f"the process of environment {self.target!r} {how}; look for what it has printed, and for the "
+            "machine's memory",
+            code=code,
         )
 
     async def _is_gone(self) -> bool:

@@ -311,15 +311,18 @@ def _check(environment: EnvironmentClass, settings: Settings) -> None:
 
 
 def _check_sandboxed(what: str, environment: EnvironmentClass) -> None:
-    setting = f"unsupported-combination: environment.isolation = 'sandbox' and {what}"
+    setting = f"environment.isolation = 'sandbox' and {what}"
     if environment.reward is not None:
         raise ConfigError(
-            f"{setting}, whose {environment.reward} would run in the process of the policy's code, which "
-            "could tell any reward; set `rewards`"
+            f"unsupported-combination: {setting}, whose {environment.reward} would run in the process of the "
+            "policy's code, which could tell any reward; set `rewards`"
         )
     if environment.asynchronous:
         names = ", ".join(environment.asynchronous)
-        raise ConfigError(f"{setting}: {names} is async, and a sandbox has no event loop; write `def`")
+        raise ConfigError(
+            f"unsupported-combination: {setting}: {names} is async, and a sandbox has no event loop; write "
+            "`def`"
+        )
 
 
 def _in_fork(make: Callable[[], Message], *, what: str, seconds: float) -> Message:

@@ -89,8 +89,9 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
     except (connection, OSError, RuntimeError, ValueError) as error:
         code = "refused" if isinstance(error, HfHubHTTPError) else "unreachable"
         raise ModelError(
-            f"{code}: {folder} could not be uploaded to {repo!r} of the hub: {redacted(str(error))[:500]}. "
+            f"{folder} could not be uploaded to {repo!r} of the hub: {redacted(str(error))[:500]}. "
             f"The export is complete; to upload it by hand: hf upload {repo} {folder}",
+            code=code,
             setting=_FLAG,
         ) from error
     return str(commit.commit_url)
