@@ -70,6 +70,12 @@ def test_conversations_and_rows_without_an_answer(folder: Path) -> None:
     assert run.documents_per_update == 8  # one prompt of three rows, as some are held out
 
 
+def test_the_command_that_starts_the_run_is_quoted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "grpo", data({"question": "1 + 1?", "answer": "2"}), "--out", "my run.toml"]) == 0
+    assert capsys.readouterr().out == "init: my run.toml; start it with: lockstep train 'my run.toml'\n"
+    assert Path("my run.toml").read_text().startswith("# lockstep train 'my run.toml'    (--help")
+
+
 def test_what_init_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = data({"frage": "1 + 1?", "antwort": "2"})
     for argv, told in (
@@ -78,6 +84,10 @@ def test_what_init_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["dpo", file, "--column", "chosen=nope"], "error[missing-column]"),
         (["dpo", file, "--column", "choosen=frage"], "did you mean 'chosen'?"),
         (["grpo", "nope.jsonl"], "error[no-such-file]"),
+        (
+            ["grpo", file, "--column", "prompt=frage", "--column", "chosen=antwort"],
+            "error[no-effect]: --column chosen=antwort would change nothing",
+        ),
     ):
         assert main(["init", *argv]) == 2
         assert told in capsys.readouterr().err

@@ -110,5 +110,6 @@ def test_a_target_that_the_model_lacks_is_refused_though_another_is_there() -> N
 def test_a_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "peft" else found(n, *a))
-    with raises(ConfigError, "missing-package: model.lora"):
+    told = "missing-package: model.lora needs peft, which is not installed; pip install 'lockstep-rl[lora]'"
+    with raises(ConfigError, told):
         load(LoraConfig())

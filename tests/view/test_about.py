@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def test_settings_that_differ_from_the_defaults() -> None:
         ("data.task.a", "1", None, True),
     ]
     assert problems == []
+    (_, day) = settings({"kind": "grpo", "day": date(2026, 1, 2)}, [])
+    assert (day.key, day.value) == ("day", "2026-01-02")  # TOML that Lockstep does not write
     (row,) = settings({"kind": "later"}, problems)
     assert not row.differs and "'later' are not known" in problems[0]
 

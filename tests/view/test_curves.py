@@ -87,6 +87,12 @@ def test_a_smaller_range_shows_all_values(tmp_path: Path) -> None:
     assert part["raw"] and part["step"] == [*range(1000, 1050)] and part["smooth"] == [3.0] * 50
 
 
+def test_a_mean_that_no_float_holds_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, [{"step": step, "timestamp": 1.0, "loss": 1.7e308} for step in range(2)])
+    drawn = CurveReader(tmp_path).read().json(["loss"], smooth=2)["series"]["loss"]
+    assert (drawn["y"], drawn["smooth"]) == ([1.7e308, 1.7e308], [1.7e308, None])
+
+
 def test_trailing_mean() -> None:
     values = np.array([1.0, 2.0, 6.0, 1e30, 4.0, 8.0])
     expected = [1.0, 1.5, 4.0, 5e29, 5e29, 6.0]

@@ -274,3 +274,59 @@ def test_indexes_that_nobody_opens_for_a_month_are_removed(tmp_path: Path) -> No
     assert reader.page(RolloutQuery()).total == 1
     assert {path.name for path in folder.iterdir()} >= {"recent.sqlite", "old.txt", reader._index.path.name}
     assert not (folder / "old.sqlite").exists()
+
+
+def test_an_index_that_another_process_built_anew_is_noticed(tmp_path: Path) -> None:
+    for step in range(2):
+        write(tmp_path, step, [row(step, 0, 0, completion=f"words {step}")])
+    reader = reader_of(tmp_path, tmp_path)
+    assert reader.page(RolloutQuery()).total == 2
+    RolloutIndex(tmp_path, folder=tmp_path / "cache").forget()
+    (tmp_path / "rollouts" / "step-000000.jsonl").unlink()
+    write(tmp_path, 2, [row(2, 0, 0), row(2, 0, 1), row(2, 0, 2)])
+    assert RolloutIndex(tmp_path, folder=tmp_path / "cache").update(list_files(tmp_path))
+    page = reader.page(RolloutQuery())
+    assert (page.indexed, [one.id for one in page.rollouts]) == (1.0, ["1/0/0", "2/0/0", "2/0/1", "2/0/2"])
+
+
+def test_a_search_reads_one_state_of_the_index(tmp_path: Path) -> None:
+    write(tmp_path, 0, [row(0, 0, 0)])
+    index = RolloutIndex(tmp_path, folder=tmp_path / "cache")
+    index.update(list_files(tmp_path))
+
+    class DropsTheFile(dict[int, Any]):
+        def keys(self) -> Any:  # after the names were read, before the rows are
+            with sqlite3.connect(index.path, timeout=0.1) as other:
+                other.execute("DELETE FROM files")
+            other.close()
+            return super().keys()
+
+    assert index.holds(list_files(tmp_path)) == 1
+    index._loaded = DropsTheFile()
+    assert index.find(RolloutQuery()).total == 1
+    assert index.find(RolloutQuery()).total == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": 10**30},
+        {"reward": 10**400},
+        {"advantages": [10**400]},
+        {"rollout_logprobs": [10**400, -1.0, -1.0], "policy_logprobs": [-1.0, -1.0, -1.0]},
+        {"token_ids": [7, 2**70, 9]},
+    ],
+)
+def test_numbers_that_are_too_large_are_a_damaged_row(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    write(tmp_path, 0, [row(0, 0, 0), row(0, 0, 1) | wrong, row(0, 0, 2, finish_reason="\ud800")])
+    reader = reader_of(tmp_path, tmp_path)
+    page = reader.page(RolloutQuery())
+    assert [one.sample for one in page.rollouts] == [0, 2] and "line 2" in page.problems[0]
+    assert [one.sample for one in reader.group(0, 0)] == [0, 2]
+
+
+def test_a_folder_whose_name_is_no_utf8_has_an_index(tmp_path: Path) -> None:
+    run = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff"))
+    write(run, 0, [row(0, 0, 0)])
+    (run / "rollouts" / "step-000001.jsonl").symlink_to("step-000001.jsonl")  # to itself
+    assert reader_of(run, tmp_path).page(RolloutQuery()).total == 1

@@ -71,6 +71,7 @@ def test_a_plain_row_has_no_details() -> None:
         ("rewards", [1], "rewards is not an object"),
         ("completion", 5, "completion is int, not text"),
         ("spans", [["policy", 3]], "spans covers 3 of 4 tokens"),
+        ("spans", [["policy", 4], ["tool", -4], ["policy", 4]], "spans has -4 tokens"),
     ],
 )
 def test_a_row_that_no_run_writes_is_refused(field: str, value: Any, said: str) -> None:

@@ -71,6 +71,13 @@ def test_runs_are_found_in_folders_and_not_within_runs(tmp_path: Path) -> None:
         find_runs([tmp_path / "nothing"])
 
 
+def test_what_cannot_be_a_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    run = make(Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff")))
+    (tmp_path / "loop").symlink_to("loop")
+    assert find_runs([tmp_path]) == [run]
+    assert list(open_runs([tmp_path])) == ["run-\N{REPLACEMENT CHARACTER}"]
+
+
 def test_a_row_has_what_the_files_say(tmp_path: Path) -> None:
     run = make(tmp_path / "run")
     row = RunReader(run).row()
@@ -116,6 +123,12 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert reader.curves().steps.tolist() == [0] and reader.about().versions == {}
     (run / "config.toml").write_text("= 1")
     assert "is not TOML" in " ".join(reader.row().problems) and reader.about().config == ()
+
+
+def test_a_number_that_no_float_holds_is_none(tmp_path: Path) -> None:
+    run = make(tmp_path / "run")
+    (run / "summary.json").write_text(f'{{"outcome": "finished", "wall_seconds": 1{"0" * 400}}}')
+    assert (RunReader(run).row().state, RunReader(run).row().seconds) == ("finished", 9.0)
 
 
 def test_a_run_that_is_deleted_while_it_is_open(tmp_path: Path) -> None:

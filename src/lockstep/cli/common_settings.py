@@ -59,7 +59,7 @@ def short_help(run: RunConfig, own: Mapping[str, Any], *, prog: str, description
             "\nsettings that most runs change, with their values:",
             *_lines(settings),
             "\nthe command's own flags:",
-            *_lines([*flags, ("--help-all", "List every setting, with all that there is to say of it.")]),
+            *_lines([*flags, ("--help-all", "List every setting with its full description.")]),
         ]
     )
 

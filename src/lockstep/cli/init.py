@@ -8,6 +8,7 @@ lockstep init dpo pairs.jsonl --column prompt=question
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ Lines = list[tuple[str, str]]
 
 def _head(kind: str, found: Found, steps: str) -> Lines:
     return [
-        ("", f"lockstep train {found.file}    (--help lists the common settings, --help-all every one)"),
+        ("", f"{start(found.file)}    (--help lists the common settings, --help-all every one)"),
         (f'kind = "{kind}"', ""),
         ("steps = 100", f"{steps}; or epochs = 3 instead"),
     ]
@@ -168,9 +169,15 @@ def main(argv: Sequence[str]) -> int:
     check_writable(args.out, flag="--out")
     found = look(args.data, args.column, model=args.model, file=args.out)
     text = written(TEMPLATES[args.kind](args.kind, found))
+    for word in args.column:
+        if f"\n{word.partition('=')[0]}_column = " not in text:
+            raise ConfigError(
+                f"no-effect: --column {word} would change nothing: a {args.kind} run of this data has no "
+                "such column; leave it out"
+            )
     build(parse_toml(text.encode(), origin=str(args.out)), origin=str(args.out))
     write_atomic(args.out, text)
-    echo(f"init: {args.out}; start it with: lockstep train {args.out}")
+    echo(f"init: {args.out}; start it with: {start(args.out)}")
     return 0
 
 
@@ -215,6 +222,11 @@ def look(source: str, named: Sequence[str], *, model: str, file: Path) -> Found:
     return Found(
         source=source, model=model, file=file, columns=columns, row=row, rows=count_rows(data, _ROWS)
     )
+
+
+def start(file: Path) -> str:
+    """The command that starts a run of the file."""
+    return shlex.join(["lockstep", "train", str(file)])
 
 
 def written(lines: Lines) -> str:

@@ -134,7 +134,7 @@ def _check_packages(run: RunConfig) -> None:
     writes_tensorboard(run.log.tensorboard)
     train = run.train
     needed = {
-        "peft": ("model.lora", run.model.lora is not None, "pip install lockstep-rl[lora]"),
+        "peft": ("model.lora", run.model.lora is not None, "pip install 'lockstep-rl[lora]'"),
         "torchao": ("train.optimizer = 'adamw8bit'", train.optimizer == "adamw8bit", "pip install torchao"),
     }
     if train.backend in backends():

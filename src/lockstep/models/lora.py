@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from lockstep.common_errors import missing_package
 from lockstep.config.model import ALL_LINEAR, LoraConfig
 from lockstep.errors import ConfigError
 from lockstep.models.architectures import causal_lm
@@ -34,7 +35,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         ConfigError: peft is not installed, or one of `target_modules` is no linear module of the decoder.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("missing-package: model.lora needs the package peft: pip install lockstep-rl[lora]")
+        raise missing_package("model.lora", "peft", extra="lora")
     import peft
 
     check_targets(module, config.target_modules)

@@ -137,8 +137,6 @@ def read_about(
 
 def settings(config: Mapping[str, Any], problems: list[str]) -> tuple[Setting, ...]:
     """Return the settings of a config beside their defaults. problems: gets what is wrong."""
-    from lockstep.config.load import toml_value
-
     kind = str(config.get("kind", ""))
     try:
         defaults = _defaults(kind)
@@ -151,12 +149,21 @@ def settings(config: Mapping[str, Any], problems: list[str]) -> tuple[Setting, .
         rows.append(
             Setting(
                 key=key,
-                value=toml_value(value),
-                default=None if default is None else toml_value(default),
+                value=_toml(value),
+                default=None if default is None else _toml(default),
                 differs=bool(defaults) and key != "kind" and value != default,
             )
         )
     return tuple(rows)
+
+
+def _toml(value: Any) -> str:
+    from lockstep.config.load import TomlError, toml_value
+
+    try:
+        return toml_value(value)
+    except TomlError:  # such as a date, which no config has
+        return str(value)
 
 
 @functools.cache

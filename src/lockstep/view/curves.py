@@ -117,9 +117,11 @@ def _drawn(
     if within is not None:
         shown = shown[(xs >= within[0]) & (xs <= within[1])]
     kept = shown[thin(ys[shown], points)]
-    drawn = {"x": xs[kept].tolist(), "y": ys[kept].tolist(), "step": steps[kept].astype(int).tolist()}
+    drawn: dict[str, Any] = {"x": xs[kept].tolist(), "y": ys[kept].tolist()}
+    drawn["step"] = steps[kept].astype(int).tolist()
     if means is not None:
-        drawn["smooth"] = means[kept].tolist()
+        # Means of values near the largest float can be infinite, for which JSON has no number.
+        drawn["smooth"] = [mean if math.isfinite(mean) else None for mean in means[kept].tolist()]
     return {**drawn, "raw": len(kept) == len(shown)}
 
 

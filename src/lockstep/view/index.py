@@ -102,6 +102,8 @@ class RolloutIndex:
     folder: Path | None = None
     _lock: Any = field(default_factory=threading.RLock)
     _reading: sqlite3.Connection | None = None
+    _inode: int | None = None
+    """Of the file that is being read."""
     _loaded: dict[int, Rows] = field(default_factory=dict)
     """File -> its rows."""
 
@@ -163,7 +165,7 @@ class RolloutIndex:
         Raises:
             IndexUnavailable: as `holds`.
         """
-        with self._errors(), self._connected() as database:
+        with self._errors(), self._connected() as database, _snapshot(database):
             rows, names = self._rows(database, query.evaluation)
             rows = rows[_selected(rows, query)]
             if query.text:
@@ -213,8 +215,12 @@ class RolloutIndex:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
         with self._errors(), self._lock:
-            if self._reading is None or not self.path.exists():
+            if self._reading is None or self._inode != _inode(self.path):
+                # Another process may have removed the file and built a new one, with other numbers.
+                self.close()
+                self._loaded.clear()
                 self._reading = self._open()
+                self._inode = _inode(self.path)
             yield self._reading
 
     def _open(self) -> sqlite3.Connection:
@@ -245,7 +251,7 @@ class RolloutIndex:
         if not database.execute("PRAGMA user_version").fetchone()[0]:
             for statement in _TABLES.split(";\n"):
                 database.execute(statement)
-            database.execute("INSERT INTO about VALUES (?, 1)", (str(self.run.resolve()),))
+            database.execute("INSERT INTO about VALUES (?, 1)", (_name(self.run),))
             database.execute(f"PRAGMA user_version = {VERSION}")
         database.execute("COMMIT")
 
@@ -278,7 +284,11 @@ def _remove_unused(own: Path) -> None:
 
 def _is_of(database: sqlite3.Connection, run: Path) -> bool:
     row = database.execute("SELECT run FROM about").fetchone()
-    return row is not None and row[0] == str(run.resolve())
+    return row is not None and row[0] == _name(run)
+
+
+def _name(run: Path) -> str:
+    return os.fsencode(run.resolve()).decode("utf-8", "backslashreplace")
 
 
 def _known(database: sqlite3.Connection) -> dict[str, tuple[int, int, int]]:
@@ -292,6 +302,24 @@ def _drop(database: sqlite3.Connection, name: str, number: int) -> None:
         for table in ("texts", "token_ids"):
             database.execute(f"DELETE FROM {table} WHERE file = ?", (number,))
         database.execute("DELETE FROM files WHERE name = ?", (name,))
+
+
+@contextlib.contextmanager
+def _snapshot(database: sqlite3.Connection) -> Iterator[None]:
+    """Read one state of the index, whatever is built meanwhile."""
+    database.execute("BEGIN")
+    try:
+        yield
+    finally:
+        if database.in_transaction:
+            database.execute("COMMIT")
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 class _Stopped(Exception):
@@ -342,13 +370,17 @@ def _add_rows(
         one = row.rollout
         place = (first + index, file, row.number, row.offset, row.size)
         values = (one.step, one.prompt_index, prompts[key], one.length, _float(one.reward), _float(one.gap))
-        records[index] = (*place, *values, one.finish_reason.encode()[:16])
+        records[index] = (*place, *values, _finish(one.finish_reason))
     answers = [row.rollout.spans[1:] for row in rows]
     _add_texts(database, file, first, ["\n".join(s.text for s in spans if s.text) for spans in answers])
     _add_ids(database, file, first, [[id for span in spans for id in span.token_ids] for spans in answers])
     _add_texts(database, file, first_prompt, [text or "" for text, _ in new])
     _add_ids(database, file, first_prompt, [ids for _, ids in new])
     return records
+
+
+def _finish(reason: str) -> bytes:
+    return reason.encode("utf-8", "replace")[:16]
 
 
 def _float(value: float | None) -> float:
@@ -415,7 +447,7 @@ def _selected(rows: Rows, query: RolloutQuery) -> Rows:
             selected &= rows[name] <= high
     finish = "length" if query.only == "truncated" else query.finish_reason
     if finish is not None:
-        selected &= rows["finish"] == finish.encode()[:16]
+        selected &= rows["finish"] == _finish(finish)
     if query.only in ("largest gap", "highest reward"):
         selected &= ~np.isnan(rows[query.ranked[0]])
     return selected

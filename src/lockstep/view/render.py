@@ -174,8 +174,8 @@ class Site:
         if report is None:
             raise DataError(f"no-such-file: {run} has no report {name}")
         if report.html:
-            return read_plain(report.path, DataError).decode("utf-8", "replace"), True
-        content = read_json(report.path, DataError)
+            return read_plain(report.path, DataError, root=reader.path).decode("utf-8", "replace"), True
+        content = read_json(report.path, DataError, root=reader.path)
         return self._page("report", "about", reader=reader, title=name, content=content), False
 
     def error(self, error: LockstepError, run: str | None = None) -> str:
@@ -366,7 +366,7 @@ def figure(value: object) -> str:
     """
     if value is None:
         return NOTHING
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
         return str(value)
     size = abs(value)
     if value == 0 or ((isinstance(value, int) or value.is_integer()) and size < 1e9):

@@ -63,7 +63,7 @@ def _file(entry: os.DirEntry[str]) -> RolloutFile | None:
         return None
     try:
         status = entry.stat()
-    except FileNotFoundError:  # removed by a run that goes back
+    except OSError:  # removed by a run that goes back, or a link that leads nowhere
         return None
     return RolloutFile(
         path=Path(entry.path),

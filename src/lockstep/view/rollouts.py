@@ -269,6 +269,8 @@ def _answer(row: Mapping[str, Any], ids: tuple[int, ...], pieces: Pieces) -> lis
         return [Span(author="policy", text=text, token_ids=ids)]
     spans, at = [], 0
     for author, count in turns if isinstance(turns, list) else ():
+        if not isinstance(count, int) or count < 0:  # it could repeat the tokens without end
+            raise ValueError(f"spans has {count!r:.40} tokens")
         part, at = ids[at : at + count], at + count
         spelled = pieces(part)
         spans.append(
@@ -284,8 +286,8 @@ def _answer(row: Mapping[str, Any], ids: tuple[int, ...], pieces: Pieces) -> lis
 
 def _integer(row: Mapping[str, Any], name: str) -> int:
     value = row.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r:.40}, not an integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} is {value!r:.40}, not an integer of 64 bits")
     return value
 
 
@@ -295,13 +297,18 @@ def _number(value: Any, name: str) -> float | None:
         return None if value is None else float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {value!r:.40}, not a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is {value!r:.40}, which no float holds") from error
 
 
 def _integers(row: Mapping[str, Any], name: str) -> tuple[int, ...]:
     values = row.get(name) or ()
     if not isinstance(values, list | tuple) or not set(map(type, values)) <= {int}:
         raise ValueError(f"{name} is not a list of integers")
+    if values and not 0 <= min(values) <= max(values) < 2**32:
+        raise ValueError(f"{name} has {min(values)!s:.40} to {max(values)!s:.40}, which are no token ids")
     return tuple(values)
 
 
@@ -309,7 +316,7 @@ def _numbers(row: Mapping[str, Any], name: str) -> tuple[float, ...]:
     values = row.get(name) or ()
     if not isinstance(values, list | tuple):
         raise ValueError(f"{name} is not a list")
-    if set(map(type, values)) <= {float, int}:
+    if set(map(type, values)) <= {float}:
         return tuple(values)
     return tuple(float("nan") if (number := _number(value, name)) is None else number for value in values)
 

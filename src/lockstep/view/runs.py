@@ -95,23 +95,33 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         levels = [path], _folders(path), [below for one in _folders(path) for below in _folders(one)]
         for folders in levels:
-            runs = [each for each in folders if (each / "config.toml").is_file()]
+            runs = [each for each in folders if os.path.isfile(each / "config.toml")]
             found |= dict.fromkeys(runs)
             if path in runs:  # what is below a run belongs to it
                 break
     runs_below = {run for run in found if any(above in found for above in run.parents)}
     if not found:
         names = ", ".join(map(str, paths))
-        raise DataError(f"wrong-kind-of-file: {names} contains no run (config.toml); give a --run-dir")
+        raise DataError(
+            f"wrong-kind-of-file: {names} contains no run (config.toml), not even two levels below; give run "
+            "directories, or folders of runs"
+        )
     return [run for run in found if run not in runs_below]
 
 
 def _folders(path: Path) -> list[Path]:
     try:
         with os.scandir(path) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.is_dir() and entry.name[0] != ".")
+            return sorted(Path(entry.path) for entry in entries if entry.name[0] != "." and _is_dir(entry))
     except OSError:  # no folder, or not ours to read
         return []
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or into a folder that is not ours to read
+        return False
 
 
 def open_runs(
@@ -124,12 +134,18 @@ def open_runs(
     for path in find_runs(paths):
         if path in there:
             continue
-        name, number = path.resolve().name, 1
+        own = _folder_name(path)
+        name, number = own, 1
         while name in readers:
             number += 1
-            name = f"{path.resolve().name}-{number}"
+            name = f"{own}-{number}"
         readers[name] = RunReader(path, id=name, cache=cache)
     return readers
+
+
+def _folder_name(path: Path) -> str:
+    """Return the name of a folder, as a URL can hold it: a file name may be no UTF-8."""
+    return os.fsencode(path.resolve().name).decode("utf-8", "replace")
 
 
 class RunReader:
@@ -141,7 +157,7 @@ class RunReader:
     """
 
     def __init__(self, path: Path, *, id: str | None = None, cache: Path | None = None) -> None:
-        self.path, self.id = path, id or path.resolve().name
+        self.path, self.id = path, id or _folder_name(path)
         self._config = _File(path / "config.toml", _toml)
         self._manifest = _File(path / "manifest.json", _json)
         self._summary = _File(path / "summary.json", _json)
@@ -353,6 +369,10 @@ def _name_of(table: Any) -> str:
 
 
 def _finite(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer that no float holds
+        return None
+    return number if math.isfinite(number) else None

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import uvicorn
 from starlette.applications import Starlette
@@ -81,7 +81,7 @@ class Guard:
         if request.method not in ("GET", "HEAD"):
             return Response("GET only.", 405, {"allow": "GET, HEAD"}, "text/plain")
         # A path that a browser cannot take for another host's URL.
-        path, query = "/" + request.scope["path"].lstrip("/\\"), request.query_params
+        path, query = quote("/" + request.scope["path"].lstrip("/\\")), request.query_params
         if "token" not in query:
             if self._right(request.cookies.get(self._cookie, "")):
                 return None
