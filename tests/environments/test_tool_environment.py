@@ -149,6 +149,25 @@ def test_a_sample_whose_reward_fails_is_dropped(run, tmp_path):
         trained(run(**{"environment.on_error": "drop"}), tmp_path)
 
 
+def test_a_tool_that_ends_its_process_costs_only_its_sample(run, tmp_path):
+    dies = "self.pings += n; self.word == 'b' and __import__('os')._exit(3)"
+    pings = PINGS.replace("self.pings = 0", "self.pings, self.word = 0, word").replace(
+        "self.pings += n", dies
+    )
+    (tmp_path / "pings.py").write_text(pings)
+    metrics, rollouts = trained(run(), tmp_path)
+    assert [row["reward"] for row in rollouts] == [19.0] * 2
+    assert [metrics[f"rollout/tool_errors/{kind}"] for kind in ("died", "dropped")] == [2.0, 2.0]
+
+
+def test_a_game_whose_process_ends_is_over(run, tmp_path):
+    (tmp_path / "pings.py").write_text(GAME.replace("self.steps += 1", "self.steps += 1; self.steps[0]"))
+    _, rollouts = trained(run(), tmp_path)
+    (tmp_path / "pings.py").write_text(GAME.replace("self.steps += 1", "__import__('os')._exit(3)"))
+    _, of_dead = trained(run(**{"seed": 1}), tmp_path / "other")
+    assert [row["rewards"] for row in (*rollouts, *of_dead)] == [{"environment": 0.0}] * 8
+
+
 def test_a_text_names_the_class():
     one = load_run(kind="grpo", overrides={"environment": "m:C"})
     assert (one.environment.name, one.rewards) == ("m:C", ())

@@ -176,11 +176,24 @@ class ToolEnvironment(SingleTurn):
         """Ask the class for its reward, and compare the tokens with the template's."""
         # In a thread, because tens of milliseconds here would hold up the turns of all other trajectories.
         await asyncio.to_thread(self._check_tokens, course)
-        messages = course.tokens.history(course.ledger.part)
-        reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
+        reward: float | Mapping[str, float] | None = None
+        if self.host.describe()["reward"] in ("get_reward", "_reward"):
+            messages = course.tokens.history(course.ledger.part)
+            try:
+                reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
+            except EnvironmentFailure as failure:
+                if failure.kind != "ended":
+                    raise
+                self._drop(failure, sample)  # a tool ended it, of which the policy was told: nobody is left
+                return
         if reward is None and course.stepped:
             reward = course.steps
         self._outcomes[sample.seed] = _Outcome(reward=reward)
+
+    def _drop(self, failure: EnvironmentFailure, sample: Sampler) -> None:
+        self._outcomes[sample.seed] = _Outcome(failed=str(failure))
+        with self._lock:
+            self._counts.errors["dropped"] += 1
 
     def _check_tokens(self, course: _Course) -> None:
         began, checks = time.perf_counter(), Checks()
@@ -199,9 +212,7 @@ class ToolEnvironment(SingleTurn):
             raise RewardError(
                 f"reward-failed: {failure}; correct the class, or set environment.on_error = 'drop'"
             ) from failure
-        self._outcomes[sample.seed] = _Outcome(failed=str(failure))
-        with self._lock:
-            self._counts.errors["dropped"] += 1
+        self._drop(failure, sample)
         if sample.trajectory is None:
             await sample(max_tokens=1)
         assert sample.trajectory is not None, "a turn has ended"
