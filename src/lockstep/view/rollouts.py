@@ -269,6 +269,9 @@ def _answer(row: Mapping[str, Any], ids: tuple[int, ...], pieces: Pieces) -> lis
         return [Span(author="policy", text=text, token_ids=ids)]
     spans, at = [], 0
     for author, count in turns if isinstance(turns, list) else ():
+        if author == "prompt":  # another part begins; the row does not repeat the ids of its context
+            spans.append(Span(author=author, text=f"[another context of {count} tokens]", token_ids=()))
+            continue
         part, at = ids[at : at + count], at + count
         spelled = pieces(part)
         spans.append(
