@@ -158,16 +158,21 @@ class _Run:
     def __enter__(self) -> _Run:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
             self._stopped = True  # what the loop's thread asks for from here on is cut
-        if error[0] is not None and self._submitted:  # before a stream began, or it would have dropped them
+        if error is not None and self._submitted:  # before a stream began, or it would have dropped them
             self._engine.abort()
             with contextlib.suppress(EngineError), contextlib.closing(self._stream()) as stream:
                 for _ in stream:
                     pass
-        self._cancel()
-        if error[0] is not None:
+        try:
+            self._cancel()
+        except EngineError as left:
+            if error is None:
+                raise
+            error.add_note(str(left))  # which must not hide the error that came first
+        if error is not None:
             self._release_all()
 
     # in the caller's thread
@@ -180,7 +185,7 @@ class _Run:
             self._pass_on()
             with self._lock:
                 passed, in_engine = self._passed, self._in_engine
-                waits = bool(self._ended) or self._failure is not None or self._waiting()
+                waits = bool(self._ended or self._asked) or self._failure is not None or self._waiting()
             if in_engine:
                 with contextlib.closing(self._stream()) as stream:
                     for done in stream:
@@ -360,7 +365,10 @@ class _Run:
         def ask(turn: Turn) -> asyncio.Future[Trajectory]:
             return self._ask(episode, turn)
 
-        sampler.ask = ask
+        def clock(runs: bool) -> None:
+            (self._watch if runs else self._unwatch)(episode)
+
+        sampler.ask, sampler.clock = ask, clock
         coroutine = environment.run(sampler.task, sampler)
         if not inspect.iscoroutine(coroutine):
             self._fail(
@@ -486,7 +494,8 @@ class _Run:
             if tasks:
                 await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
-        tool_loop().run(cancelled(), seconds=2 * _CLOSE_SECONDS)
+        with contextlib.suppress(TimeoutError):  # something blocks the loop
+            tool_loop().run(cancelled(), seconds=2 * _CLOSE_SECONDS)
         if left := sum(not task.done() for task in tasks):
             raise EngineError(
                 f"deadline: {left} environments did not end within {_CLOSE_SECONDS:g} s after they were "
