@@ -119,7 +119,8 @@ class ToolEnvironment(SingleTurn):
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """See Environment."""
         try:
-            instance = await self.host.open(task.row, seed=sample.seed, where=task.where)
+            opened = self.host.open(task.row, seed=sample.seed, where=task.where)
+            instance = await sample.in_line(opened)
         except EnvironmentFailure as failure:
             return await self._failed(failure, sample)
         try:
