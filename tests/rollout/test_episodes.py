@@ -9,7 +9,7 @@ from raising import raises
 from sampled import FakeEngine, completion
 
 from lockstep.engine.streaming import Streaming
-from lockstep.errors import EngineError
+from lockstep.errors import DataError, EngineError
 from lockstep.rollout import episodes
 from lockstep.rollout.environment import Environment, OutOfRoom, TrajectoryRules
 from lockstep.rollout.episodes import at_once, run_episodes
@@ -313,6 +313,15 @@ def test_the_first_turn_may_have_another_context_than_the_task():
     ((trajectory,),) = run(Resets(), tasks=1, seeds=(1,), how=rules(8, max_context=20))[0]
     assert shape(trajectory)[0] == ("prompt", (4,) * 12) and len(trajectory.parts) == 1
     assert trajectory.turns == 2 and trajectory.added_tokens == 3
+
+
+def test_a_first_context_without_room_for_a_turn_names_the_task():
+    class Long(Environment):
+        async def run(self, task, sample):
+            return await sample.branch((4,) * 20)
+
+    with raises(DataError, "too-long: a task: a context of 20 more tokens"):
+        run(Long(), tasks=1, seeds=(1,), how=rules(8, max_context=20))
 
 
 def test_what_other_trajectories_hold_up_is_not_counted():

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.errors import EngineError
+from lockstep.errors import DataError, EngineError
 from lockstep.protocols.engine import Finished, Handle, InferenceEngine, holds_turns
 from lockstep.rollout.environment import Environment, OutOfRoom, Sampler, TrajectoryRules, Turn
 from lockstep.rollout.tool_loop import tool_loop
@@ -66,6 +66,7 @@ def run_episodes(
             Trajectories that were not at their end then end with finish_reason "abort".
 
     Raises:
+        DataError: the context of a trajectory's first turn leaves no room for it.
         EngineError: from the engine; or it returned other samples than were asked for; or an environment
             waited for too long. And what `environment.run` raises. Nothing of the call is left in the engine,
             and no `environment.run` goes on.
@@ -456,7 +457,14 @@ class _Run:
         except asyncio.CancelledError as cancelled:
             error, result = cancelled, None
         ended_there = isinstance(error, OutOfRoom) and sampler.trajectory is not None
-        if error is not None and not ended_there:
+        if isinstance(error, OutOfRoom) and not ended_there:
+            self._fail(
+                DataError(
+                    f"too-long: {error}, and it is the first; shorten what the environment puts before it, "
+                    "or raise data.max_prompt_tokens"
+                )
+            )
+        elif error is not None and not ended_there:
             self._fail(error)
         elif not ended_there and (result is None or result is not sampler.trajectory):
             self._fail(
