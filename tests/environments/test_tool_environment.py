@@ -1,5 +1,6 @@
 """A run whose policy calls the tools of a class: tokens, rewards, counts and limits."""
 
+import asyncio
 import json
 import sys
 
@@ -133,8 +134,13 @@ def test_a_game_is_played_to_its_end(run, tmp_path):
 
 def test_a_class_that_fails_for_a_row_is_refused_before_the_first_step(run, tmp_path):
     (tmp_path / "pings.py").write_text(PINGS.replace("return word", "return word + 1"))
-    with pytest.raises(ConfigError, match=r"rows\.jsonl.*pings:Pings"):
+
+    async def cell():
+        """As in a notebook, whose thread has an event loop."""
         trained(run(), tmp_path)
+
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*pings:Pings"):
+        asyncio.run(cell())
 
 
 def test_without_a_reward_the_run_is_refused(run, tmp_path):

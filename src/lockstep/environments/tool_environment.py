@@ -24,12 +24,13 @@ from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.environments.calls import CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, ConversationTokens, Ledger
-from lockstep.environments.host import Instance, ToolHost
+from lockstep.environments.host import FORK_SECONDS, Instance, ToolHost
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
 from lockstep.errors import ConfigError, RewardError
 from lockstep.rollout.environment import OutOfRoom, Sampler, SingleTurn, Trajectories
 from lockstep.rollout.rewards import RewardSet, Scored, check_total
+from lockstep.rollout.tool_loop import tool_loop
 from lockstep.schema.rollout import Prompt, Trajectory
 
 REWARD = "environment"
@@ -114,7 +115,9 @@ class ToolEnvironment(SingleTurn):
         first = list(islice(some, _CHECKED_ROWS))
         for prompt in first:
             self._conversation(prompt)
-        asyncio.run(self.host.check([(prompt.where, prompt.row) for prompt in first]))
+        checked = self.host.check([(prompt.where, prompt.row) for prompt in first])
+        # In a loop of another thread: this one may have its own, as in a notebook.
+        tool_loop().run(checked, seconds=_CHECKED_ROWS * (FORK_SECONDS + 4 * self.host.tool_seconds))
 
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """See Environment."""
