@@ -1,15 +1,18 @@
 """A run whose policy calls the tools of a class: tokens, rewards, counts and limits."""
 
 import asyncio
+import contextlib
 import json
 import sys
 
 import pytest
+from classifiers import save_classifier
 from scripted import save_scripted
 from transformers import AutoTokenizer
 
 from lockstep import load_run, train_online
 from lockstep.errors import ConfigError
+from lockstep.loops.online import OnlineTrainer, build_online
 
 CALL = '<tool_call>{"name":"ping","arguments":{"n": 3}}</tool_call>'
 TEMPLATE = """\
@@ -147,6 +150,24 @@ def test_without_a_reward_the_run_is_refused(run, tmp_path):
     (tmp_path / "pings.py").write_text(PINGS.replace("get_reward", "_other"))
     with pytest.raises(ConfigError, match="no reward"):
         trained(run(), tmp_path)
+
+
+def test_a_reward_model_is_a_reward_too(run, tmp_path):
+    (tmp_path / "pings.py").write_text(PINGS.replace("get_reward", "_other"))
+    made = run(**{"reward_model.name": str(tmp_path / "reward"), "reward_model.overlong": "truncate_left"})
+    save_classifier(tmp_path / "reward", AutoTokenizer.from_pretrained(tmp_path / "model"))
+    _, rollouts = trained(made, tmp_path)
+    assert {name for row in rollouts for name in row["rewards"]} == {"model"}
+    assert all(row["reward"] == row["rewards"]["model"] != 0.0 for row in rollouts)
+
+
+def test_a_trainer_of_ones_own_loop_samples_turns(run):
+    with contextlib.closing(build_online(run())) as parts:
+        trainer = OnlineTrainer(parts)
+        trainer.push(policy_version=0)
+        sampled = trainer.sample(0)
+    turns = [rollout.trajectory.turns for group in sampled.groups for rollout in group.rollouts]
+    assert turns == [3] * 4
 
 
 def test_a_sample_whose_reward_fails_is_dropped(run, tmp_path):

@@ -82,8 +82,8 @@ class ToolEnvironment(SingleTurn):
         prompts, held_out: made with the tools (`tools_of`).
 
     Raises:
-        ConfigError: nothing gives a reward; there is no chat template, or one without tools; the class fails
-            for one of the first rows.
+        ConfigError: there is no chat template, or one without tools; the class fails for one of the first
+            rows.
     """
 
     def __init__(
@@ -99,8 +99,6 @@ class ToolEnvironment(SingleTurn):
         super().__init__(rewards, prompts=prompts, held_out=held_out)
         self.config, self.host = config, host
         self._gym = host.describe()["form"] == "gym"
-        if not rewards:
-            host.require_reward()
         self._chat = chat
         self._conversations: dict[str, ConversationTokens] = {}
         self._outcomes: dict[int, _Outcome] = {}
@@ -235,7 +233,7 @@ class ToolEnvironment(SingleTurn):
         if score is None or outcome.failed is not None:
             return None
         if outcome.reward is None:
-            if not self.rewards:
+            if not self.rewards and self.reward_models is None:
                 raise RewardError(
                     f"reward-failed: environment {self.config.name!r} returned no reward for a trajectory, "
                     "and the run has no other rewards; return a number from get_reward, or set rewards"
