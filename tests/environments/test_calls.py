@@ -112,6 +112,7 @@ def test_calls_are_read(form: str, text: str, content: str, calls: list[Any]) ->
         (LLAMA, '{"name": "add", "parameters": {"x": }}', "Expecting value at character 36"),
         (PYTHON, "<|python|>[add(1)]<|/python|>", "a list of Python calls, got '[add(1)]'"),
         (PYTHON, "<|python|>[add(x=open('f'))]<|/python|>", "a list of Python calls"),
+        (PYTHON, "<|python|>[add(x={[]: 1})]<|/python|>", "a list of Python calls"),
     ],
 )  # fmt: skip
 def test_what_does_not_parse_is_said_to_the_policy(form: str, text: str, words: str) -> None:

@@ -1,14 +1,18 @@
 """A run whose policy calls the tools of a class: tokens, rewards, counts and limits."""
 
+import asyncio
+import contextlib
 import json
 import sys
 
 import pytest
+from classifiers import save_classifier
 from scripted import save_scripted
 from transformers import AutoTokenizer
 
 from lockstep import load_run, train_online
 from lockstep.errors import ConfigError
+from lockstep.loops.online import OnlineTrainer, build_online
 
 CALL = '<tool_call>{"name":"ping","arguments":{"n": 3}}</tool_call>'
 TEMPLATE = """\
@@ -133,8 +137,13 @@ def test_a_game_is_played_to_its_end(run, tmp_path):
 
 def test_a_class_that_fails_for_a_row_is_refused_before_the_first_step(run, tmp_path):
     (tmp_path / "pings.py").write_text(PINGS.replace("return word", "return word + 1"))
-    with pytest.raises(ConfigError, match=r"rows\.jsonl.*pings:Pings"):
+
+    async def cell():
+        """As in a notebook, whose thread has an event loop."""
         trained(run(), tmp_path)
+
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*pings:Pings"):
+        asyncio.run(cell())
 
 
 def test_without_a_reward_the_run_is_refused(run, tmp_path):
@@ -143,10 +152,47 @@ def test_without_a_reward_the_run_is_refused(run, tmp_path):
         trained(run(), tmp_path)
 
 
+def test_a_reward_model_is_a_reward_too(run, tmp_path):
+    (tmp_path / "pings.py").write_text(PINGS.replace("get_reward", "_other"))
+    made = run(**{"reward_model.name": str(tmp_path / "reward"), "reward_model.overlong": "truncate_left"})
+    save_classifier(tmp_path / "reward", AutoTokenizer.from_pretrained(tmp_path / "model"))
+    _, rollouts = trained(made, tmp_path)
+    assert {name for row in rollouts for name in row["rewards"]} == {"model"}
+    assert all(row["reward"] == row["rewards"]["model"] != 0.0 for row in rollouts)
+
+
+def test_a_trainer_of_ones_own_loop_samples_turns(run):
+    with contextlib.closing(build_online(run())) as parts:
+        trainer = OnlineTrainer(parts)
+        trainer.push(policy_version=0)
+        sampled = trainer.sample(0)
+    turns = [rollout.trajectory.turns for group in sampled.groups for rollout in group.rollouts]
+    assert turns == [3] * 4
+
+
 def test_a_sample_whose_reward_fails_is_dropped(run, tmp_path):
     (tmp_path / "pings.py").write_text(PINGS.replace('{"pings"', '{"pings": 1 / 0} or {"pings"'))
     with pytest.raises(Exception, match="all 2 groups"):
         trained(run(**{"environment.on_error": "drop"}), tmp_path)
+
+
+def test_a_tool_that_ends_its_process_costs_only_its_sample(run, tmp_path):
+    dies = "self.pings += n; self.word == 'b' and __import__('os')._exit(3)"
+    pings = PINGS.replace("self.pings = 0", "self.pings, self.word = 0, word").replace(
+        "self.pings += n", dies
+    )
+    (tmp_path / "pings.py").write_text(pings)
+    metrics, rollouts = trained(run(), tmp_path)
+    assert [row["reward"] for row in rollouts] == [19.0] * 2
+    assert [metrics[f"rollout/tool_errors/{kind}"] for kind in ("died", "dropped")] == [2.0, 2.0]
+
+
+def test_a_game_whose_process_ends_is_over(run, tmp_path):
+    (tmp_path / "pings.py").write_text(GAME.replace("self.steps += 1", "self.steps += 1; self.steps[0]"))
+    _, rollouts = trained(run(), tmp_path)
+    (tmp_path / "pings.py").write_text(GAME.replace("self.steps += 1", "__import__('os')._exit(3)"))
+    _, of_dead = trained(run(**{"seed": 1}), tmp_path / "other")
+    assert [row["rewards"] for row in (*rollouts, *of_dead)] == [{"environment": 0.0}] * 8
 
 
 def test_a_text_names_the_class():

@@ -285,6 +285,32 @@ def test_by_hand() -> None:
     assert [row["entropies"] for row in old] == [row["entropies"] for row in rows]
 
 
+def test_a_trajectory_of_parts_is_one_row() -> None:
+    """A turn of 2, one of 1 in another context, and a rollout beside them; each slot has its own values."""
+    told = Trajectory.of(sampled.completion((5, 6), (7, 8), -1.0))
+    told = told.branched(sampled.completion((5, 9), (4,), -1.0))
+    rollouts = rollout_samples([told, Trajectory.of(sampled.completion((5,), (7, 8, 4), -1.0))])
+    samples = policy_samples(rollouts, [torch.arange(len(each)) + 0.25 for each in rollouts])
+    plan = Planner(token_budget=64, static_capacity=False, max_seqlen=16, max_documents=3)
+
+    def row_of_parts(scored: int) -> Row:
+        part = samples[:scored]
+        (batch,) = plan(part, [each.loss_mask.float() for each in part])
+        slots = torch.arange(batch.num_slots).float()
+        details, rows = TokenDetails(), [{"rollout_logprobs": [0.0] * 3} for _ in range(2)]
+        details.begin(samples)
+        details.add([batch], StepStats(losses=[], logprobs=[-slots], entropy=[slots + 0.5]))
+        details.add_to(rows)
+        return {name: rows[0][name] for name in DETAILS}
+
+    advantages = [1.25, 2.25, 1.25]
+    # The first document takes slots 0 to 3, the second one 4 to 6.
+    assert row_of_parts(3) == dict(
+        zip(DETAILS, ([-1.0, -2.0, -5.0], [1.5, 2.5, 5.5], advantages), strict=True)
+    )
+    assert row_of_parts(1) == dict(zip(DETAILS, (None, None, advantages), strict=True))
+
+
 def test_numbers_are_rounded_as_those_of_the_engine_are() -> None:
     """To 6 places by Python's round(): where trainer and engine are equal to the bit, their rows are."""
     generator = torch.Generator().manual_seed(0)

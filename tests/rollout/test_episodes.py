@@ -9,7 +9,8 @@ from raising import raises
 from sampled import FakeEngine, completion
 
 from lockstep.engine.streaming import Streaming
-from lockstep.errors import EngineError
+from lockstep.errors import DataError, EngineError
+from lockstep.rollout import episodes
 from lockstep.rollout.environment import Environment, OutOfRoom, TrajectoryRules
 from lockstep.rollout.episodes import at_once, run_episodes
 from lockstep.rollout.tool_loop import tool_loop
@@ -312,3 +313,80 @@ def test_the_first_turn_may_have_another_context_than_the_task():
     ((trajectory,),) = run(Resets(), tasks=1, seeds=(1,), how=rules(8, max_context=20))[0]
     assert shape(trajectory)[0] == ("prompt", (4,) * 12) and len(trajectory.parts) == 1
     assert trajectory.turns == 2 and trajectory.added_tokens == 3
+
+
+def test_a_first_context_without_room_for_a_turn_names_the_task():
+    class Long(Environment):
+        async def run(self, task, sample):
+            return await sample.branch((4,) * 20)
+
+    with raises(DataError, "too-long: a task: a context of 20 more tokens"):
+        run(Long(), tasks=1, seeds=(1,), how=rules(8, max_context=20))
+
+
+def test_what_other_trajectories_hold_up_is_not_counted():
+    room = threading.Event()  # for one of the two
+
+    class Queues(Environment):
+        async def run(self, task, sample):
+            if room.is_set():
+                await sample.in_line(asyncio.sleep(0.6))
+            room.set()
+            await asyncio.sleep(0.05)
+            return await sample()
+
+    ((first, second),) = run(Queues(), tasks=1, how=rules(wait_seconds=0.3))[0]
+    assert max(first.wait_seconds, second.wait_seconds) < 0.3
+
+
+def test_a_blocked_loop_is_the_error_also_where_it_cannot_be_left(monkeypatch):
+    monkeypatch.setattr(episodes, "_CLOSE_SECONDS", 0.05)
+    free = threading.Event()
+
+    class Blocks(Environment):
+        async def run(self, task, sample):
+            trajectory = await sample()
+            free.wait(10)
+            return trajectory
+
+    prompt = Prompt(index=0, token_ids=(9,), text="")
+    how = {"rules": rules(wait_seconds=0.2), "on_end": lambda *_: None}
+    try:
+        with raises(EngineError, "deadline: an environment kept the event loop busy") as raised:
+            run_episodes(Echo(), Blocks(), at_once([(prompt, (1,))]), **how)
+    finally:
+        free.set()
+    assert "1 environments did not end" in raised.value.__notes__[0]
+
+
+def test_a_turn_asked_for_between_two_looks_is_not_lost(monkeypatch):
+    """The tool answers just after the caller's thread has passed on what was there."""
+    answer, asked = threading.Event(), threading.Event()
+    passed_on = episodes._Run._pass_on
+
+    class Late(Environment):
+        async def run(self, task, sample):
+            await sample()
+            while not answer.is_set():
+                await asyncio.sleep(0.001)
+            waits = sample.ask(sample((5,)))
+            asked.set()
+            return await waits
+
+    looks = []  # the first one is in the stream, which takes what comes
+
+    def passes(self):
+        passed_on(self)
+        if threading.current_thread() is threading.main_thread() and self._episodes[0][0].held is not None:
+            looks.append(self)
+            if len(looks) == 2:
+                answer.set()
+                assert asked.wait(10)
+
+    monkeypatch.setattr(episodes._Run, "_pass_on", passes)
+    later = episodes._Run._pass_on_later
+    monkeypatch.setattr(
+        episodes._Run, "_pass_on_later", lambda self: tool_loop().loop.call_later(0.3, later, self)
+    )
+    ((trajectory,),) = run(Late(), tasks=1, seeds=(1,))[0]
+    assert trajectory.turns == 2

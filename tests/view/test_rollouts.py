@@ -36,6 +36,14 @@ def spell(ids: Sequence[int]) -> list[str]:
     return [f"<{id}>" for id in ids]
 
 
+def test_a_trajectory_that_goes_on_in_another_context() -> None:
+    one = rollout({**ROW, "spans": [["policy", 2], ["prompt", 30], ["tool", 1], ["policy", 1]]}, pieces=spell)
+    assert [(span.author, span.token_ids) for span in one.spans[1:]] == [
+        *(("policy", (7, 8)), ("prompt", ()), ("tool", (9,)), ("policy", (10,)))
+    ]
+    assert one.spans[2].text == "[another context of 30 tokens]"
+
+
 def test_turns_tokens_and_token_details() -> None:
     one = rollout(ROW, pieces=spell)
     assert one.id == "3/24/1" and (one.length, one.finish_reason, one.version) == (4, "length", 3)

@@ -19,14 +19,14 @@ class EnvironmentConfig(Config):
     weight: float = 1.0
     """Weight of the rewards that the class gives, beside those of `rewards`."""
     tool_seconds: Seconds | Auto = "auto"
-    """Deadline of each call, in seconds. auto: 30, and 5 for `lockstep.environments.python_tool:Python`."""
+    """Seconds that each call may take. auto: 30, and 5 for `lockstep.environments.python_tool:PythonTool`."""
     max_live: PositiveInt | Auto = "auto"
     """Most instances that live at the same time on a rank; other samples wait. auto: what half of the free
     memory holds, at most 512."""
     isolation: Literal["auto", "process", "shared"] = "auto"
     """process: each instance has a process of its own. shared: all instances share one, for classes whose
     methods are async; a method that blocks, or ends the process, then costs every instance in it. auto:
-    process, and a sandbox for `lockstep.environments.python_tool:Python`."""
+    process, and a sandbox for `lockstep.environments.python_tool:PythonTool`."""
     on_error: Literal["message", "drop"] = "message"
     """What a tool that raises, hangs, floods or exits leads to. message: the policy reads an error. drop: the
     sample is dropped and counted."""

@@ -400,7 +400,7 @@ class _Python:
                 tree = ast.parse(inner.strip(), mode="eval").body
                 calls = tree.elts if isinstance(tree, ast.List) else [tree]
                 found += [self._call(call) for call in calls]
-            except (SyntaxError, ValueError, MemoryError) as error:
+            except (SyntaxError, TypeError, ValueError, MemoryError) as error:  # {[]: 1}
                 raise ValueError(f"expected a list of Python calls, got {_cut(inner)!r}") from error
         return first, found
 

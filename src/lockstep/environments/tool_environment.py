@@ -24,12 +24,13 @@ from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.environments.calls import CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, ConversationTokens, Ledger
-from lockstep.environments.host import Instance, ToolHost
+from lockstep.environments.host import FORK_SECONDS, Instance, ToolHost
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
 from lockstep.errors import ConfigError, RewardError
 from lockstep.rollout.environment import OutOfRoom, Sampler, SingleTurn, Trajectories
 from lockstep.rollout.rewards import RewardSet, Scored, check_total
+from lockstep.rollout.tool_loop import tool_loop
 from lockstep.schema.rollout import Prompt, Trajectory
 
 REWARD = "environment"
@@ -81,8 +82,8 @@ class ToolEnvironment(SingleTurn):
         prompts, held_out: made with the tools (`tools_of`).
 
     Raises:
-        ConfigError: nothing gives a reward; there is no chat template, or one without tools; the class fails
-            for one of the first rows.
+        ConfigError: there is no chat template, or one without tools; the class fails for one of the first
+            rows.
     """
 
     def __init__(
@@ -98,8 +99,6 @@ class ToolEnvironment(SingleTurn):
         super().__init__(rewards, prompts=prompts, held_out=held_out)
         self.config, self.host = config, host
         self._gym = host.describe()["form"] == "gym"
-        if not rewards:
-            host.require_reward()
         self._chat = chat
         self._conversations: dict[str, ConversationTokens] = {}
         self._outcomes: dict[int, _Outcome] = {}
@@ -114,12 +113,15 @@ class ToolEnvironment(SingleTurn):
         first = list(islice(some, _CHECKED_ROWS))
         for prompt in first:
             self._conversation(prompt)
-        asyncio.run(self.host.check([(prompt.where, prompt.row) for prompt in first]))
+        checked = self.host.check([(prompt.where, prompt.row) for prompt in first])
+        # In a loop of another thread: this one may have its own, as in a notebook.
+        tool_loop().run(checked, seconds=_CHECKED_ROWS * (FORK_SECONDS + 4 * self.host.tool_seconds))
 
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """See Environment."""
         try:
-            instance = await self.host.open(task.row, seed=sample.seed, where=task.where)
+            opened = self.host.open(task.row, seed=sample.seed, where=task.where)
+            instance = await sample.in_line(opened)
         except EnvironmentFailure as failure:
             return await self._failed(failure, sample)
         try:
@@ -176,11 +178,24 @@ class ToolEnvironment(SingleTurn):
         """Ask the class for its reward, and compare the tokens with the template's."""
         # In a thread, because tens of milliseconds here would hold up the turns of all other trajectories.
         await asyncio.to_thread(self._check_tokens, course)
-        messages = course.tokens.history(course.ledger.part)
-        reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
+        reward: float | Mapping[str, float] | None = None
+        if self.host.describe()["reward"] in ("get_reward", "_reward"):
+            messages = course.tokens.history(course.ledger.part)
+            try:
+                reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
+            except EnvironmentFailure as failure:
+                if failure.kind != "ended":
+                    raise
+                self._drop(failure, sample)  # a tool ended it, of which the policy was told: nobody is left
+                return
         if reward is None and course.stepped:
             reward = course.steps
         self._outcomes[sample.seed] = _Outcome(reward=reward)
+
+    def _drop(self, failure: EnvironmentFailure, sample: Sampler) -> None:
+        self._outcomes[sample.seed] = _Outcome(failed=str(failure))
+        with self._lock:
+            self._counts.errors["dropped"] += 1
 
     def _check_tokens(self, course: _Course) -> None:
         began, checks = time.perf_counter(), Checks()
@@ -199,9 +214,7 @@ class ToolEnvironment(SingleTurn):
             raise RewardError(
                 f"reward-failed: {failure}; correct the class, or set environment.on_error = 'drop'"
             ) from failure
-        self._outcomes[sample.seed] = _Outcome(failed=str(failure))
-        with self._lock:
-            self._counts.errors["dropped"] += 1
+        self._drop(failure, sample)
         if sample.trajectory is None:
             await sample(max_tokens=1)
         assert sample.trajectory is not None, "a turn has ended"
@@ -220,7 +233,7 @@ class ToolEnvironment(SingleTurn):
         if score is None or outcome.failed is not None:
             return None
         if outcome.reward is None:
-            if not self.rewards:
+            if not self.rewards and self.reward_models is None:
                 raise RewardError(
                     f"reward-failed: environment {self.config.name!r} returned no reward for a trajectory, "
                     "and the run has no other rewards; return a number from get_reward, or set rewards"

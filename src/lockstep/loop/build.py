@@ -224,6 +224,8 @@ class Builder:
             return SingleTurn(rewards, prompts=prompts, held_out=held_out)
         host = tool_host(section)
         self._closing.callback(host.close)
+        if not rewards and config.reward_model is None:
+            host.require_reward()
         prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=host.tools)
         chat = ChatFormat(config.data, opened.tokenizer)
         return ToolEnvironment(section, rewards, host=host, chat=chat, prompts=prompts, held_out=held_out)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.errors import TrainError
 from lockstep.protocols.train import StepStats
-from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample
+from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, trajectory_slices
 
 
 class TokenDetails:
@@ -48,7 +48,7 @@ class TokenDetails:
         Raises:
             TrainError: the rows are of other rollouts than the step was packed from.
         """
-        fields = [self._fields(sample) for sample in self._samples]
+        fields = [self._fields(self._samples[parts]) for parts in trajectory_slices(self._samples)]
         ours = [len(each["advantages"]) for each in fields]
         theirs = [len(row["rollout_logprobs"]) for row in rows]
         if ours != theirs:
@@ -61,13 +61,16 @@ class TokenDetails:
         for row, each in zip(rows, fields, strict=True):
             row.update(each)
 
-    def _fields(self, sample: PolicySample) -> Mapping[str, Any]:
-        scored, mask = self._scored.get(sample.sample_id), sample.loss_mask
-        logprobs, entropies = (None, None) if scored is None else map(_rounded, scored[mask].unbind(1))
+    def _fields(self, parts: Sequence[PolicySample]) -> Mapping[str, Any]:
+        """Of a trajectory, over its parts in order."""
+        logprobs, entropies = None, None
+        if all(sample.sample_id in self._scored for sample in parts):
+            scored = torch.cat([self._scored[sample.sample_id][sample.loss_mask] for sample in parts])
+            logprobs, entropies = map(_rounded, scored.unbind(1))
         return {
             "policy_logprobs": logprobs,
             "entropies": entropies,
-            "advantages": _rounded(sample.advantages[mask]),
+            "advantages": _rounded(torch.cat([sample.advantages[sample.loss_mask] for sample in parts])),
         }
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.run import GRPORun
 from lockstep.data.prompts import PromptSet
+from lockstep.environments.tool_environment import ToolEnvironment
 from lockstep.errors import ConfigError
 from lockstep.loop.build import Builder
 from lockstep.loop.determinism import BatchInvariance
@@ -68,6 +69,8 @@ class OnlineParts:
     plan: Planner
     reward_models: RewardModels | None = None
     """Score each rollout beside `rewards`."""
+    environment: ToolEnvironment | None = None
+    """Turns with the class that the run names; None: each prompt has one turn."""
     batch_invariance: BatchInvariance | None = None
     """The parts that were made batch-invariant; None: none was asked for."""
     bitwise_check: BitwiseCheck | None = None
@@ -140,6 +143,7 @@ def build_online(
         eval_prompts=environment.held_out_prompts,
         rewards=environment.rewards,
         reward_models=environment.reward_models,
+        environment=environment if isinstance(environment, ToolEnvironment) else None,
         plan=policy.plan,
         batch_invariance=policy.batch_invariance,
         bitwise_check=policy.check,
@@ -272,6 +276,8 @@ class OnlineTrainer:
 
     def _environment(self) -> SingleTurn:
         parts = self.parts
+        if parts.environment is not None:
+            return parts.environment
         return SingleTurn(
             parts.rewards,
             prompts=parts.prompts,

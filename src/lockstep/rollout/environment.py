@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from lockstep.data.prompts import PromptSet
 from lockstep.errors import EngineError
@@ -19,6 +19,8 @@ from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet, Scored
 from lockstep.schema.rollout import Completion, Prompt, SamplingParams, Trajectory
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,8 @@ class Sampler:
 
     ask: Callable[[Turn], Awaitable[Trajectory]]
     """Set by who runs the trajectory."""
+    clock: Callable[[bool], None]
+    """Set likewise: lets the seconds of rollout.wait_seconds run, or stops them."""
 
     def __init__(self, task: Prompt, *, rules: TrajectoryRules, seed: int) -> None:
         self.task, self.rules, self.seed = task, rules, seed
@@ -147,6 +151,15 @@ class Sampler:
         """
         behind = self._max_context - len(prefix)
         return self._turn(min(self.left, behind), max_tokens, prefix=tuple(prefix))
+
+    async def in_line(self, what: Awaitable[_Result]) -> _Result:
+        """Await what other trajectories hold up, such as room for one more instance of something. It does not
+        count as time that the environment takes, nor against rollout.wait_seconds."""
+        self.clock(False)
+        try:
+            return await what
+        finally:
+            self.clock(True)
 
     def _turn(
         self,

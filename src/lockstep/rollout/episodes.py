@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.errors import EngineError
+from lockstep.errors import DataError, EngineError
 from lockstep.protocols.engine import Finished, Handle, InferenceEngine, holds_turns
 from lockstep.rollout.environment import Environment, OutOfRoom, Sampler, TrajectoryRules, Turn
 from lockstep.rollout.tool_loop import tool_loop
@@ -66,6 +66,7 @@ def run_episodes(
             Trajectories that were not at their end then end with finish_reason "abort".
 
     Raises:
+        DataError: the context of a trajectory's first turn leaves no room for it.
         EngineError: from the engine; or it returned other samples than were asked for; or an environment
             waited for too long. And what `environment.run` raises. Nothing of the call is left in the engine,
             and no `environment.run` goes on.
@@ -158,16 +159,21 @@ class _Run:
     def __enter__(self) -> _Run:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
             self._stopped = True  # what the loop's thread asks for from here on is cut
-        if error[0] is not None and self._submitted:  # before a stream began, or it would have dropped them
+        if error is not None and self._submitted:  # before a stream began, or it would have dropped them
             self._engine.abort()
             with contextlib.suppress(EngineError), contextlib.closing(self._stream()) as stream:
                 for _ in stream:
                     pass
-        self._cancel()
-        if error[0] is not None:
+        try:
+            self._cancel()
+        except EngineError as left:
+            if error is None:
+                raise
+            error.add_note(str(left))  # which must not hide the error that came first
+        if error is not None:
             self._release_all()
 
     # in the caller's thread
@@ -180,7 +186,7 @@ class _Run:
             self._pass_on()
             with self._lock:
                 passed, in_engine = self._passed, self._in_engine
-                waits = bool(self._ended) or self._failure is not None or self._waiting()
+                waits = bool(self._ended or self._asked) or self._failure is not None or self._waiting()
             if in_engine:
                 with contextlib.closing(self._stream()) as stream:
                     for done in stream:
@@ -360,7 +366,10 @@ class _Run:
         def ask(turn: Turn) -> asyncio.Future[Trajectory]:
             return self._ask(episode, turn)
 
-        sampler.ask = ask
+        def clock(runs: bool) -> None:
+            (self._watch if runs else self._unwatch)(episode)
+
+        sampler.ask, sampler.clock = ask, clock
         coroutine = environment.run(sampler.task, sampler)
         if not inspect.iscoroutine(coroutine):
             self._fail(
@@ -448,7 +457,14 @@ class _Run:
         except asyncio.CancelledError as cancelled:
             error, result = cancelled, None
         ended_there = isinstance(error, OutOfRoom) and sampler.trajectory is not None
-        if error is not None and not ended_there:
+        if isinstance(error, OutOfRoom) and not ended_there:
+            self._fail(
+                DataError(
+                    f"too-long: {error}, and it is the first; shorten what the environment puts before it, "
+                    "or raise data.max_prompt_tokens"
+                )
+            )
+        elif error is not None and not ended_there:
             self._fail(error)
         elif not ended_there and (result is None or result is not sampler.trajectory):
             self._fail(
@@ -486,7 +502,8 @@ class _Run:
             if tasks:
                 await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
 
-        tool_loop().run(cancelled(), seconds=2 * _CLOSE_SECONDS)
+        with contextlib.suppress(TimeoutError):  # something blocks the loop
+            tool_loop().run(cancelled(), seconds=2 * _CLOSE_SECONDS)
         if left := sum(not task.done() for task in tasks):
             raise EngineError(
                 f"deadline: {left} environments did not end within {_CLOSE_SECONDS:g} s after they were "

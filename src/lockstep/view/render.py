@@ -293,7 +293,7 @@ def _rollout_query(query: Query) -> tuple[RolloutQuery, list[str]]:
             numbers[name] = kind(text) if text else None
         except ValueError:
             numbers[name] = math.nan
-        if numbers[name] is not None and not math.isfinite(numbers[name]):
+        if numbers[name] is not None and not -1e18 < numbers[name] < 1e18:
             numbers[name] = None
             problems.append(f"{name} = {text!r} is not a number, so it selects nothing")
     try:

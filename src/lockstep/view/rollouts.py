@@ -271,6 +271,9 @@ def _answer(row: Mapping[str, Any], ids: tuple[int, ...], pieces: Pieces) -> lis
     for author, count in turns if isinstance(turns, list) else ():
         if not isinstance(count, int) or count < 0:  # it could repeat the tokens without end
             raise ValueError(f"spans has {count!r:.40} tokens")
+        if author == "prompt":  # another part begins; the row does not repeat the ids of its context
+            spans.append(Span(author=author, text=f"[another context of {count} tokens]", token_ids=()))
+            continue
         part, at = ids[at : at + count], at + count
         spelled = pieces(part)
         spans.append(

@@ -123,3 +123,20 @@ def test_a_stream_that_nobody_resumes_ends_with_an_error():
         list(engine.finished())
     engine.resume()
     assert len(engine.generate([ASKED])[0]) == 3
+
+
+def test_samples_that_end_while_it_pauses_are_returned_before_the_cache_grows():
+    """Their last token is read at the border, and what comes meanwhile is larger than the KV cache."""
+    engine, done = engine_of(policy("tiny-llama", "float32"), ahead=1), []
+
+    def act():
+        engine.pause(seconds=30)
+        engine.submit(dataclasses.replace(ASKED, prompt_token_ids=(3,) * 150, seeds=(4,)))
+        engine.resume()
+
+    threads = at_token(engine, SAMPLING.max_tokens - 1, act)
+    engine.submit(ASKED)
+    for finished in engine.finished():
+        done.append((finished.completion.seed, len(finished.completion.token_ids)))
+    threads[0].join(30)
+    assert sorted(done) == [(1, 20), (2, 20), (3, 20), (4, 20)]

@@ -434,8 +434,8 @@ class Generation:
 
     @property
     def idle(self) -> bool:
-        """Whether no sample runs or waits: it may be replaced."""
-        return not self.scheduler.unfinished()
+        """Whether no sample runs or waits, also to be returned: it may be replaced."""
+        return not self.ended and not self.scheduler.unfinished()
 
     def add(self, samples: Iterable[Sample], *, mode: Mode, roomy: bool) -> None:
         """Let more samples run, between two steps."""
