@@ -144,7 +144,7 @@ def test_help_shows_the_settings_that_most_runs_change(kind, tmp_path, capsys):
     assert "--train.lr Learning rate after warm-up. [3e-05]" in text
     assert "optimizer steps (sft, dpo, rm). [123]" in text
     assert "--recipe" in own and "--help-all" in own and "--print-config" in own
-    assert len(shown.splitlines()) < 75
+    assert len(shown.splitlines()) < 80  # a long path of a run file takes more lines
 
 
 def test_help_all_shows_the_docs_and_the_loaded_defaults(tmp_path, capsys):
