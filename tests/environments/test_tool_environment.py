@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from lockstep import load_run, train_online
 from lockstep.errors import ConfigError
+from lockstep.loop.data_check import check_data
 from lockstep.loops.online import OnlineTrainer, build_online
 
 CALL = '<tool_call>{"name":"ping","arguments":{"n": 3}}</tool_call>'
@@ -193,6 +194,13 @@ def test_a_game_whose_process_ends_is_over(run, tmp_path):
     (tmp_path / "pings.py").write_text(GAME.replace("self.steps += 1", "__import__('os')._exit(3)"))
     _, of_dead = trained(run(**{"seed": 1}), tmp_path / "other")
     assert [row["rewards"] for row in (*rollouts, *of_dead)] == [{"environment": 0.0}] * 8
+
+
+def test_the_data_check_reads_prompts_with_the_tools(run, tmp_path):
+    (report,) = check_data(run(), workers=1, progress=lambda *_: None)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "<|system|>ping<|end|><|user|>Go.<|end|><|assistant|>"
+    assert report.tokens == 2 * len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def test_a_text_names_the_class():

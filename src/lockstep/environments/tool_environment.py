@@ -10,6 +10,7 @@ The tokens of a trajectory are a `Ledger`: what the policy wrote is never render
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from lockstep.config.environment import EnvironmentConfig
 from lockstep.data.chat import ChatFormat, Message
@@ -307,6 +309,15 @@ def tool_host(config: EnvironmentConfig) -> ToolHost:
         on_error=config.on_error,
         result_characters=config.result_characters,
     )
+
+
+def tools_of(config: EnvironmentConfig | None) -> list[dict[str, Any]]:
+    """Return the JSON schemas of a class's tools, which every prompt shows, for those who only make prompts;
+    none without a class. Raises as tool_host."""
+    if config is None:
+        return []
+    with contextlib.closing(tool_host(config)) as host:
+        return host.tools
 
 
 def _messages(task: Prompt) -> list[Message]:

@@ -24,6 +24,7 @@ from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.lazy import LAST_KEPT, MAKE_SECONDS, STATES
 from lockstep.data.prompts import FixedPrompts
 from lockstep.data.verdicts import Verdict
+from lockstep.environments.tool_environment import tools_of
 from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.loop.documents import offline_task
 from lockstep.models.architectures import silence_transformers
@@ -111,6 +112,7 @@ def _open(run: RunConfig, section: str) -> Checked:
         tokenizer=opened.tokenizer,
         vocab_size=int(opened.text.vocab_size),
         hold_out="hash" if evaluates(online) or section == "eval_data" else None,
+        tools=tools_of(online.environment),
     )
     found = sets[section == "eval_data"]
     assert isinstance(found, FixedPrompts), "the section is of a file"
