@@ -11,7 +11,7 @@ from scripted import save_scripted
 from transformers import AutoTokenizer
 
 from lockstep import load_run, train_online
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RewardError
 from lockstep.loop.data_check import check_data
 from lockstep.loops.online import OnlineTrainer, build_online
 
@@ -201,6 +201,14 @@ def test_the_data_check_reads_prompts_with_the_tools(run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     text = "<|system|>ping<|end|><|user|>Go.<|end|><|assistant|>"
     assert report.tokens == 2 * len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_reply_that_the_template_refuses_costs_its_sample(run, tmp_path):
+    with (tmp_path / "template.jinja").open("a") as template:
+        template.write("{% for m in messages %}{% if 'pong' in m.content %}{{ raise_exception('no') }}")
+        template.write("{% endif %}{% endfor %}")
+    with pytest.raises(RewardError, match="all 2 groups"):
+        trained(run(), tmp_path)
 
 
 def test_a_text_names_the_class():

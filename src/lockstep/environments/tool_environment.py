@@ -29,7 +29,7 @@ from lockstep.environments.delta import Branch, ConversationTokens, Ledger
 from lockstep.environments.host import FORK_SECONDS, Instance, ToolHost
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
-from lockstep.errors import ConfigError, RewardError
+from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.rollout.environment import OutOfRoom, Sampler, SingleTurn, Trajectories
 from lockstep.rollout.rewards import RewardSet, Scored, check_total
 from lockstep.rollout.tool_loop import tool_loop
@@ -150,7 +150,11 @@ class ToolEnvironment(SingleTurn):
                     break
                 if sample.turns_left < 1:
                     sample(())  # raises OutOfRoom, which says why it ends
-                reply = tokens.reply(ledger, replies)
+                try:
+                    reply = tokens.reply(ledger, replies)
+                except DataError as error:  # a template refuses what the policy made a tool say
+                    self._drop(error, sample)
+                    return trajectory
                 turn = sample.branch(reply.ids) if isinstance(reply, Branch) else sample(reply.ids)
         except OutOfRoom:
             await self._reward(course, sample)
@@ -194,7 +198,7 @@ class ToolEnvironment(SingleTurn):
             reward = course.steps
         self._outcomes[sample.seed] = _Outcome(reward=reward)
 
-    def _drop(self, failure: EnvironmentFailure, sample: Sampler) -> None:
+    def _drop(self, failure: EnvironmentFailure | DataError, sample: Sampler) -> None:
         self._outcomes[sample.seed] = _Outcome(failed=str(failure))
         with self._lock:
             self._counts.errors["dropped"] += 1
