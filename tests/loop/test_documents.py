@@ -27,11 +27,15 @@ GROWN = "<|extra|>"
 
 @pytest.fixture
 def grown(tiny_folder, tmp_path):
-    """The tiny model, whose tokenizer got a token for which the embedding has no row: id 259 of 259."""
+    """The tiny model, whose tokenizer got a token for which the embedding has no row, id 259 of 259; its
+    template writes it for a message "!"."""
     folder = tmp_path / "grown"
     shutil.copytree(tiny_folder, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": [GROWN]})
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "m['content']", f"(m['content'] if m['content'] != '!' else '{GROWN}')"
+    )
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -53,7 +57,7 @@ BAD = {"prompt": "b", "completion": f"b{GROWN}", "chosen": "b", "rejected": f"c{
 def test_a_token_beyond_the_embedding_is_named(grown, tmp_path, capsys, run, place):
     rows = tmp_path / "rows.jsonl"
     online = "grpo" in run[0]
-    rows.write_text("\n".join(map(json.dumps, [GOOD, {"prompt": GROWN} if online else BAD])))
+    rows.write_text("\n".join(map(json.dumps, [GOOD, {"prompt": "!"} if online else BAD])))
     (tmp_path / "grpo.toml").write_text('kind = "grpo"\nrewards = [{name = "length", kwargs = {target = 2}}]')
     sizes = ["--rollout.prompts-per-step", "1"] if online else ["--batch-size", "2"]
     words = [*(word.format(folder=tmp_path) for word in run), "--model.name", str(grown), *sizes]
@@ -64,7 +68,7 @@ def test_a_token_beyond_the_embedding_is_named(grown, tmp_path, capsys, run, pla
 
 
 def test_a_token_of_a_given_prompt_beyond_the_embedding_is_named(grown, capsys):
-    assert main(["sample", str(grown), "--prompt", f"a{GROWN}"]) == 2
+    assert main(["sample", str(grown), "--prompt", "!"]) == 2
     assert f"--prompt: token id 259 ('{GROWN}') is outside the vocabulary" in capsys.readouterr().err
 
 

@@ -110,8 +110,8 @@ def test_the_manifest_and_the_recording_say_the_contract(tmp_path: Path) -> None
 def test_one_wrong_bit_of_the_engine_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = NativeEngine.finished
 
-    def finished(self: NativeEngine) -> Iterator[Finished]:
-        for done in plain(self):
+    def finished(self: NativeEngine, *, wait: bool = True) -> Iterator[Finished]:
+        for done in plain(self, wait=wait):
             if self.stats().policy_version == 1 and (done.handle.index, done.sample) == (2, 3):
                 bits = torch.tensor(done.completion.logprobs)
                 bits.view(torch.int32)[1] += 1  # one unit in the last place
