@@ -26,7 +26,9 @@ from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.environments.calls import CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, ConversationTokens, Ledger
-from lockstep.environments.host import FORK_SECONDS, Instance, ToolHost
+from lockstep.environments.host import FORK_SECONDS, ToolHost
+from lockstep.environments.journal import Journal
+from lockstep.environments.recorded import RecordedInstance
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
 from lockstep.errors import ConfigError, DataError, RewardError
@@ -56,7 +58,7 @@ class _Course:
 
     ledger: Ledger
     tokens: ConversationTokens
-    instance: Instance
+    instance: RecordedInstance
     steps: float = 0.0
     """Rewards of a game's steps, added up."""
     stepped: bool = False
@@ -100,6 +102,8 @@ class ToolEnvironment(SingleTurn):
     ) -> None:
         super().__init__(rewards, prompts=prompts, held_out=held_out)
         self.config, self.host = config, host
+        self.journal: Journal | None = None
+        """Keeps what the class answers, for a run that goes on after a kill."""
         self._gym = host.describe()["form"] == "gym"
         self._chat = chat
         self._conversations: dict[str, ConversationTokens] = {}
@@ -119,13 +123,15 @@ class ToolEnvironment(SingleTurn):
         # In a loop of another thread: this one may have its own, as in a notebook.
         tool_loop().run(checked, seconds=_CHECKED_ROWS * (FORK_SECONDS + 4 * self.host.tool_seconds))
 
+    def begin(self, what: str) -> None:
+        """See Environment."""
+        if self.journal is not None:
+            self.journal.begin(what)
+            self.host.keeps_states = not self.host.describe()["repeatable"]
+
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """See Environment."""
-        try:
-            opened = self.host.open(task.row, seed=sample.seed, where=task.where)
-            instance = await sample.in_line(opened)
-        except EnvironmentFailure as failure:
-            return await self._failed(failure, sample)
+        instance = RecordedInstance(self.host, task, sample, journal=self.journal)
         try:
             return await self._conversed(task, sample, instance)
         except EnvironmentFailure as failure:
@@ -133,7 +139,7 @@ class ToolEnvironment(SingleTurn):
         finally:
             await instance.close()
 
-    async def _conversed(self, task: Prompt, sample: Sampler, instance: Instance) -> Trajectory:
+    async def _conversed(self, task: Prompt, sample: Sampler, instance: RecordedInstance) -> Trajectory:
         tokens = self._conversation(task)
         messages = _with_observation(_messages(task), await instance.reset())
         ledger = tokens.start(messages, where=task.where or "a sample")
@@ -216,7 +222,7 @@ class ToolEnvironment(SingleTurn):
         Raises:
             RewardError: under on_error = "message", where the policy cannot be told.
         """
-        if self.config.on_error != "drop":
+        if self.config.on_error != "drop" and failure.kind != "interrupted":
             raise RewardError(
                 f"reward-failed: {failure}; correct the class, or set environment.on_error = 'drop'"
             ) from failure
@@ -275,6 +281,8 @@ class ToolEnvironment(SingleTurn):
         """End the processes of rewards and of the class."""
         super().close()
         self.host.close()
+        if self.journal is not None:
+            self.journal.close()
 
     def _count(self, result: ToolResult) -> None:
         with self._lock:

@@ -47,7 +47,7 @@ from lockstep.loop.remote_roles import RemoteCritic, build_others
 from lockstep.loop.resolve import Resolved, resolve
 from lockstep.loop.role_worker import RoleWorker
 from lockstep.loop.roles import Critic, describe_reward_models
-from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
+from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts, journal_of
 from lockstep.models.architectures import text_config
 from lockstep.models.load import (
     LoadedModel,
@@ -142,6 +142,7 @@ class Builder:
                 stopping=run.stopping,
                 cancelled=run.is_cancelled,
                 closing=run.stop_deferring,
+                journal=journal_of(run.dir, manifest, config=config, ranks=run.ranks),
             ),
         )
 
@@ -228,7 +229,9 @@ class Builder:
             host.require_reward()
         prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=host.tools)
         chat = ChatFormat(config.data, opened.tokenizer)
-        return ToolEnvironment(section, rewards, host=host, chat=chat, prompts=prompts, held_out=held_out)
+        made = ToolEnvironment(section, rewards, host=host, chat=chat, prompts=prompts, held_out=held_out)
+        made.journal = self.hooks.journal
+        return made
 
     def algorithm(self) -> Algorithm:
         """Return advantages and loss."""

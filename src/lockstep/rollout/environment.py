@@ -255,6 +255,10 @@ class Environment:
         """Return at most n tasks for evaluations, always the same ones."""
         return ()
 
+    def begin(self, what: str) -> None:
+        """Called before trajectories of a step (`step-000012`) or of an evaluation (`evaluation-NAME-000012`,
+        after 12 steps) are run. A resumed run repeats it with the same text. The default does nothing."""
+
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """Return one trajectory of the task: that of the last `await sample(...)`. The default is a single
         turn.
