@@ -7,11 +7,12 @@ import sys
 
 import pytest
 from classifiers import save_classifier
+from raising import raises
 from scripted import save_scripted
 from transformers import AutoTokenizer
 
 from lockstep import load_run, train_online
-from lockstep.errors import ConfigError, RewardError
+from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.loop.data_check import check_data
 from lockstep.loops.online import OnlineTrainer, build_online
 
@@ -214,3 +215,27 @@ def test_a_reply_that_the_template_refuses_costs_its_sample(run, tmp_path):
 def test_a_text_names_the_class():
     one = load_run(kind="grpo", overrides={"environment": "m:C"})
     assert (one.environment.name, one.rewards) == ("m:C", ())
+
+
+def rows_of(tmp_path, *names):
+    rows = [{"prompt": "Go.", "word": f"w{n}", "kind": name} for n, name in enumerate(names)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "games.py").write_text(GAME)
+    return {"classes": {"tools": "pings:Pings", "game": "games:Pings"}, "column": "kind"}
+
+
+def test_each_row_chooses_its_class(run, tmp_path):
+    made = run(environment=rows_of(tmp_path, "tools", "game"))
+    _, rollouts = trained(made, tmp_path)
+    rewards = {row["prompt_index"]: row["rewards"] for row in rollouts}
+    assert rewards == {0: {"environment/pings": 9.0, "environment/half": 0.5}, 1: {"environment": 0.75}}
+    assert {row["prompt_index"]: "<|system|>ping" in row["prompt"] for row in rollouts} == {0: True, 1: False}
+
+
+def test_a_row_can_name_no_other_class(run, tmp_path):
+    made = run(environment=rows_of(tmp_path, "tools", "games:Pings"))
+    with raises(DataError, "unknown-name: rows.jsonl row 1: column 'kind': unknown environment 'games:P"):
+        trained(made, tmp_path)
+    made = run(environment={**rows_of(tmp_path, "tools"), "column": "name"})
+    with raises(DataError, "missing-column: rows.jsonl row 0: there is no column 'name'"):
+        trained(made, tmp_path)

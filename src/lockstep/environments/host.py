@@ -100,12 +100,17 @@ class ToolHost:
         _allow_descriptors(self.max_live)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the class is: `form` ("toolbox" or "gym"), `tools` (JSON schemas), `reward` (the name
-        of the method that tells it, "step" for the sum over a game, or None), `asynchronous` (names of
-        methods), `instance_bytes` (memory of the first object's process), `has_torch`, `repeatable`
+        """Return what the class is: `target`, `form` ("toolbox" or "gym"), `tools` (JSON schemas), `reward`
+        (the name of the method that tells it, "step" for the sum over a game, or None), `asynchronous` (names
+        of methods), `instance_bytes` (memory of the first object's process), `has_torch`, `repeatable`
         (whether its calls may be run again after a kill), `max_live`, `isolation`, and `sandbox` (its layers,
         where there is one)."""
-        return {**self._description, "max_live": self.max_live, "isolation": self.isolation}
+        return {
+            **self._description,
+            "target": self.target,
+            "max_live": self.max_live,
+            "isolation": self.isolation,
+        }
 
     def require_reward(self) -> None:
         """Check that the class tells rewards; for runs without reward functions.
@@ -118,6 +123,10 @@ class ToolHost:
                 f"wrong-part: environment {self.target!r} has no reward: define `get_reward(self) -> float` "
                 "or `_reward(self, trajectory)`, or set `rewards`"
             )
+
+    def share(self, room: Room, max_live: int) -> None:
+        """Let instances take room that other hosts' take as well, before the first one is made."""
+        self._room, self.max_live = room, max_live
 
     async def check(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         """Make and reset an instance for each row, before a first step.

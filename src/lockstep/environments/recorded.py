@@ -38,6 +38,11 @@ class RecordedInstance:
         self._state: str | None = None
         self._gone: str | None = None
 
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """What the class is, see ToolHost.describe."""
+        return self._host.describe()
+
     async def reset(self) -> str | list[dict[str, str]] | None:
         """See Instance."""
         value: str | list[dict[str, str]] | None = await self._asked(lambda one: one.reset(), "reset")
@@ -117,7 +122,7 @@ class RecordedInstance:
 
     @property
     def _repeats(self) -> bool:
-        return bool(self._host.describe()["repeatable"])
+        return bool(self.described["repeatable"])
 
     async def _live(self) -> Instance:
         """The instance, as it was after the last call."""

@@ -10,7 +10,6 @@ The tokens of a trajectory are a `Ledger`: what the policy wrote is never render
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
 import time
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from lockstep.config.environment import EnvironmentConfig
 from lockstep.data.chat import ChatFormat, Message
@@ -26,8 +24,8 @@ from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.environments.calls import CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, ConversationTokens, Ledger
-from lockstep.environments.host import FORK_SECONDS, ToolHost
-from lockstep.environments.journal import Journal
+from lockstep.environments.host import FORK_SECONDS
+from lockstep.environments.hosts import ToolHosts
 from lockstep.environments.recorded import RecordedInstance
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
@@ -48,6 +46,8 @@ class _Outcome:
     """What became of a trajectory beside its tokens."""
 
     reward: float | Mapping[str, float] | None = None
+    target: str = ""
+    """The class."""
     failed: str | None = None
     """Why the sample is dropped."""
 
@@ -79,11 +79,11 @@ class ToolEnvironment(SingleTurn):
     """Conversations of many turns with the methods of a class.
 
     Args:
-        host: runs the class.
+        hosts: run the classes.
         chat: the chat template in force, and the policy's tokenizer.
         rewards: functions and verifiers of the run, beside the rewards of the class; they get the text of the
             last turn.
-        prompts, held_out: made with the tools (`tools_of`).
+        prompts, held_out: made with the tools of `hosts`.
 
     Raises:
         ConfigError: there is no chat template, or one without tools; the class fails for one of the first
@@ -95,16 +95,13 @@ class ToolEnvironment(SingleTurn):
         config: EnvironmentConfig,
         rewards: RewardSet,
         *,
-        host: ToolHost,
+        hosts: ToolHosts,
         chat: ChatFormat,
         prompts: PromptSet | None = None,
         held_out: PromptSet | None = None,
     ) -> None:
         super().__init__(rewards, prompts=prompts, held_out=held_out)
-        self.config, self.host = config, host
-        self.journal: Journal | None = None
-        """Keeps what the class answers, for a run that goes on after a kill."""
-        self._gym = host.describe()["form"] == "gym"
+        self.config, self.hosts = config, hosts
         self._chat = chat
         self._conversations: dict[str, ConversationTokens] = {}
         self._outcomes: dict[int, _Outcome] = {}
@@ -119,19 +116,18 @@ class ToolEnvironment(SingleTurn):
         first = list(islice(some, _CHECKED_ROWS))
         for prompt in first:
             self._conversation(prompt)
-        checked = self.host.check([(prompt.where, prompt.row) for prompt in first])
+        longest = FORK_SECONDS + 4 * max(host.tool_seconds for host in self.hosts)
         # In a loop of another thread: this one may have its own, as in a notebook.
-        tool_loop().run(checked, seconds=_CHECKED_ROWS * (FORK_SECONDS + 4 * self.host.tool_seconds))
+        tool_loop().run(self.hosts.check(first), seconds=_CHECKED_ROWS * longest)
 
     def begin(self, what: str) -> None:
         """See Environment."""
-        if self.journal is not None:
-            self.journal.begin(what)
-            self.host.keeps_states = not self.host.describe()["repeatable"]
+        self.hosts.begin(what)
 
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """See Environment."""
-        instance = RecordedInstance(self.host, task, sample, journal=self.journal)
+        host = self.hosts.of(task.row, task.where)
+        instance = RecordedInstance(host, task, sample, journal=self.hosts.journal)
         try:
             return await self._conversed(task, sample, instance)
         except EnvironmentFailure as failure:
@@ -171,7 +167,7 @@ class ToolEnvironment(SingleTurn):
     async def _replies(self, course: _Course, written: PolicyTurn) -> list[Message]:
         """What the tools or the game answer to a turn; nothing: the trajectory is over."""
         number = course.ledger.number - 1
-        if self._gym:
+        if course.instance.described["form"] == "gym":
             result = await course.instance.step(written.content, turn=number)
             self._count(result)
             course.steps, course.stepped = course.steps + (result.reward or 0.0), True
@@ -191,7 +187,7 @@ class ToolEnvironment(SingleTurn):
         # In a thread, because tens of milliseconds here would hold up the turns of all other trajectories.
         await asyncio.to_thread(self._check_tokens, course)
         reward: float | Mapping[str, float] | None = None
-        if self.host.describe()["reward"] in ("get_reward", "_reward"):
+        if course.instance.described["reward"] in ("get_reward", "_reward"):
             messages = course.tokens.history(course.ledger.part)
             try:
                 reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
@@ -202,7 +198,8 @@ class ToolEnvironment(SingleTurn):
                 return
         if reward is None and course.stepped:
             reward = course.steps
-        self._outcomes[sample.seed] = _Outcome(reward=reward)
+        target = course.instance.described["target"]
+        self._outcomes[sample.seed] = _Outcome(reward=reward, target=target)
 
     def _drop(self, failure: EnvironmentFailure | DataError, sample: Sampler) -> None:
         self._outcomes[sample.seed] = _Outcome(failed=str(failure))
@@ -247,7 +244,7 @@ class ToolEnvironment(SingleTurn):
         if outcome.reward is None:
             if not self.rewards and self.reward_models is None:
                 raise RewardError(
-                    f"reward-failed: environment {self.config.name!r} returned no reward for a trajectory, "
+                    f"reward-failed: environment {outcome.target!r} returned no reward for a trajectory, "
                     "and the run has no other rewards; return a number from get_reward, or set rewards"
                 )
             return score
@@ -280,9 +277,7 @@ class ToolEnvironment(SingleTurn):
     def close(self) -> None:
         """End the processes of rewards and of the class."""
         super().close()
-        self.host.close()
-        if self.journal is not None:
-            self.journal.close()
+        self.hosts.close()
 
     def _count(self, result: ToolResult) -> None:
         with self._lock:
@@ -293,43 +288,19 @@ class ToolEnvironment(SingleTurn):
 
     def _conversation(self, task: Prompt) -> ConversationTokens:
         """How the task's conversation becomes tokens: most rows share one."""
-        tools = self.host.tools
+        host = self.hosts.of(task.row, task.where)
+        tools = host.tools
         chat = self._chat.for_row({**task.row, **({"tools": tools} if tools else {})}, where=task.where)
         if chat.chat_template is None:
             raise ConfigError(
-                f"no-chat-template: environment.name = {self.config.name!r}: turns with tools need a chat "
+                f"no-chat-template: environment {host.target!r}: turns with tools need a chat "
                 "template, and there is none; set data.chat_template to a jinja template with tools"
             )
         options = {name: value for name, value in chat.kwargs.items() if name != "tools"}
-        key = json.dumps([chat.template, options], sort_keys=True, default=str)
+        key = json.dumps([host.target, chat.template, options], sort_keys=True, default=str)
         if key not in self._conversations:
             self._conversations[key] = ConversationTokens(chat.chat_template, tools=tools, options=options)
         return self._conversations[key]
-
-
-def tool_host(config: EnvironmentConfig) -> ToolHost:
-    """Start the processes of a class.
-
-    Raises:
-        ConfigError: the class cannot be imported or used.
-    """
-    return ToolHost(
-        config.name,
-        isolation=None if config.isolation == "auto" else config.isolation,
-        max_live=None if config.max_live == "auto" else config.max_live,
-        tool_seconds=None if config.tool_seconds == "auto" else config.tool_seconds,
-        on_error=config.on_error,
-        result_characters=config.result_characters,
-    )
-
-
-def tools_of(config: EnvironmentConfig | None) -> list[dict[str, Any]]:
-    """Return the JSON schemas of a class's tools, which every prompt shows, for those who only make prompts;
-    none without a class. Raises as tool_host."""
-    if config is None:
-        return []
-    with contextlib.closing(tool_host(config)) as host:
-        return host.tools
 
 
 def _messages(task: Prompt) -> list[Message]:
