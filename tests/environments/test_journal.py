@@ -116,6 +116,7 @@ def metrics_of(folder):
         "engine/",
         "rollout/tool_seconds",
         "rollout/wait",
+        "rollout/cached_tokens",
     )
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
 
@@ -134,6 +135,7 @@ def test_a_killed_run_goes_on_without_making_calls_again(start, tmp_path):
     before = calls_of(tmp_path / "killed")
     assert 3 * 12 + 6 <= len(before) < 4 * 12  # steps 0 to 2, and at least half of the calls of step 3
     assert start("killed", "resume") == 0
+    assert list((tmp_path / "killed/run/journal").iterdir()) == []  # checkpoint 4 has all of it
     assert calls_of(tmp_path / "killed") == calls_of(tmp_path / "whole")
     assert set(calls_of(tmp_path / "killed").values()) == {1}
     killed, whole = metrics_of(tmp_path / "killed"), metrics_of(tmp_path / "whole")
@@ -202,6 +204,9 @@ def test_files_of_steps_that_no_resume_repeats_are_removed(tmp_path):
     (tmp_path / "checkpoints/step-000009").mkdir()  # the run goes on from an earlier one
     journal.begin("step-000007")
     assert left() == ["step-000005", "step-000006"]
+    (tmp_path / "checkpoints/step-000006").mkdir()
+    journal.close()
+    assert left() == ["step-000006"]
     journal.begin("step-000020")
     assert left() == []
 

@@ -70,7 +70,8 @@ def run(tiny_folder, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def load(call=CALL, **changes):
-        model = save_scripted(tiny_folder, tmp_path / "model", (call, "<|end|>"), special=False)
+        script = (*([call] if isinstance(call, str) else call), "<|end|>")
+        model = save_scripted(tiny_folder, tmp_path / "model", script, special=False)
         settings = {
             "steps": 1,
             "environment": {"name": "pings:Pings", "weight": 2.0},
@@ -174,7 +175,7 @@ def test_a_trainer_of_ones_own_loop_samples_turns(run):
 
 def test_a_sample_whose_reward_fails_is_dropped(run, tmp_path):
     (tmp_path / "pings.py").write_text(PINGS.replace('{"pings"', '{"pings": 1 / 0} or {"pings"'))
-    with pytest.raises(Exception, match="all 2 groups"):
+    with pytest.raises(RewardError, match=r"all 2 groups.*line 1: .* the reward: .*division by zero"):
         trained(run(**{"environment.on_error": "drop"}), tmp_path)
 
 
@@ -234,8 +235,20 @@ def test_each_row_chooses_its_class(run, tmp_path):
 
 def test_a_row_can_name_no_other_class(run, tmp_path):
     made = run(environment=rows_of(tmp_path, "tools", "games:Pings"))
-    with raises(DataError, "unknown-name: rows.jsonl row 1: column 'kind': unknown environment 'games:P"):
+    with raises(DataError, "unknown-name: line 2, unknown environment 'games:Pings'"):
         trained(made, tmp_path)
     made = run(environment={**rows_of(tmp_path, "tools"), "column": "name"})
-    with raises(DataError, "missing-column: rows.jsonl row 0: there is no column 'name'"):
+    with raises(DataError, "missing-column: line 1, there is no column 'name'"):
         trained(made, tmp_path)
+
+
+def test_what_fails_for_a_row_and_what_is_too_much_costs_only_that(run, tmp_path):
+    pings = PINGS.replace("return word", "self.word = word; return word")
+    (tmp_path / "pings.py").write_text(pings.replace("return {", "self.word == 'b' and 1 / 0; return {"))
+    twice = CALL.replace("3", "4")
+    made = run(call=(CALL, twice), **{"environment.max_calls": 1, "rollout.max_trajectory_tokens": 400})
+    metrics, rollouts = trained(made, tmp_path)
+    assert [row["rewards"]["environment/pings"] for row in rollouts] == [9.0, 9.0]
+    names = ("tool_calls", "tool_errors/too-many", "tool_errors/dropped")
+    assert [metrics[f"rollout/{name}"] for name in names] == [24.0, 12.0, 2.0]
+    assert rollouts[0]["prompt"] == "<|system|>ping<|end|><|user|>Go.\n\na<|end|><|assistant|>"

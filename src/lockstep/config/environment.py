@@ -34,9 +34,12 @@ class EnvironmentConfig(Config):
     """process: each instance has a process of its own. shared: all instances share one, for classes whose
     methods are async; a method that blocks, or ends the process, then costs every instance in it. auto:
     process, and a sandbox for `lockstep.environments.python_tool:PythonTool`."""
+    max_calls: PositiveInt = 16
+    """Calls of a turn that are run; those after them are answered by an error."""
     on_error: Literal["message", "drop"] = "message"
     """What a tool that raises, hangs, floods or exits leads to. message: the policy reads an error. drop: the
-    sample is dropped and counted."""
+    sample is dropped. A constructor, `reset` or reward that fails drops its sample in any case; the run ends
+    if that happens to all samples of a step."""
     result_characters: PositiveInt = 16_384
     """A longer result of a tool is cut there, and marked."""
 

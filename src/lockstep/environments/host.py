@@ -430,6 +430,7 @@ class Instance:
             with contextlib.suppress(EnvironmentFailure):  # the sample has its outcome
                 await self._do("close", {"turn": -3})
             await self._end("it was closed")
+        self._abandon()
 
     async def _start(self, job: Message) -> None:
         """Make the author's object in a new process."""
@@ -450,8 +451,7 @@ class Instance:
         async with self._lock:
             try:
                 if self.gone is not None and self._again is not None:
-                    await self._host._room.enter()
-                    await self._start(self._again)
+                    await self._start(self._again)  # in the place that it has kept
                 reply = await self._exchange({"op": op, **job})
             except EnvironmentFailure as failure:
                 reply = {"problem": str(failure), "kind": failure.kind}
@@ -573,6 +573,6 @@ class Instance:
                 self._channel.shutdown(socket.SHUT_WR)
             self._channel.close()
             self._channel = None
-        if not self._left:
+        if not self._left and self._again is None:
             self._left = True
             self._host._room.leave()

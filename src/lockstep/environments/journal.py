@@ -39,6 +39,7 @@ class Journal:
         self.run = run
         self._folder, self._rank, self._checkpoints, self._keep = folder, rank, checkpoints, keep
         self._path = folder
+        self._step = 0
         self._file: int | None = None
         self._entries: dict[str, Entry] = {}
         self._written = self._synced = 0  # bytes
@@ -50,10 +51,11 @@ class Journal:
         Raises:
             TrainError: files cannot be read or removed.
         """
-        self.close()
+        self._close_file()
+        self._step = int(what.rpartition("-")[2])
         self._path = self._folder / f"{what}.rank-{self._rank}.jsonl"
         with file_errors(self._folder, TrainError, "read"):
-            self._remove_old(int(what.rpartition("-")[2]))
+            self._remove_old(self._step)
             # A resumed run may have given the sample to another rank.
             found = sorted(self._folder.glob(f"{what}.rank-*.jsonl"))
             self._entries = {}
@@ -100,7 +102,16 @@ class Journal:
                 line, self._written = line[written:], self._written + written
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file, and remove those that the last checkpoint has made needless. Idempotent.
+
+        Raises:
+            TrainError: one cannot be removed.
+        """
+        self._close_file()
+        with file_errors(self._folder, TrainError, "remove"):
+            self._remove_old(self._step + 1)
+
+    def _close_file(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections import Counter
@@ -30,10 +31,13 @@ from lockstep.environments.recorded import RecordedInstance
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
 from lockstep.errors import ConfigError, DataError, RewardError
+from lockstep.observe.text import printable
 from lockstep.rollout.environment import OutOfRoom, Sampler, SingleTurn, Trajectories
 from lockstep.rollout.rewards import RewardSet, Scored, check_total
 from lockstep.rollout.tool_loop import tool_loop
 from lockstep.schema.rollout import Prompt, Trajectory
+
+log = logging.getLogger(__name__)
 
 REWARD = "environment"
 """Name of the reward that the class gives; its parts are environment/NAME."""
@@ -70,6 +74,8 @@ class _Counts:
 
     calls: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+    dropped: str | None = None
+    """Why the first sample was dropped."""
     seconds: float = 0.0
     checks: Checks = field(default_factory=Checks)
     check_seconds: float = 0.0
@@ -139,6 +145,7 @@ class ToolEnvironment(SingleTurn):
         tokens = self._conversation(task)
         messages = _with_observation(_messages(task), await instance.reset())
         ledger = tokens.start(messages, where=task.where or "a sample")
+        sample.prompt_text = ledger.part.text
         course = _Course(ledger=ledger, tokens=tokens, instance=instance)
         turn = sample() if ledger.ids == task.token_ids else sample.branch(ledger.ids)
         try:
@@ -176,8 +183,13 @@ class ToolEnvironment(SingleTurn):
             self._count(ToolResult(text="", error="not-parsed", seconds=0.0))
             return [course.tokens.turns.error(written.calls)]
         replies = []
+        most = self.config.max_calls
         for place, call in enumerate(written.calls):
-            result = await course.instance.call(call.name, call.arguments, turn=number, call=place)
+            if place < most:
+                result = await course.instance.call(call.name, call.arguments, turn=number, call=place)
+            else:
+                text = f"error: not run, because it is call {place + 1} of a turn, and {most} are allowed"
+                result = ToolResult(text=text, error="too-many", seconds=0.0)
             self._count(result)
             replies.append(call.result(result.text))
         return replies
@@ -189,13 +201,7 @@ class ToolEnvironment(SingleTurn):
         reward: float | Mapping[str, float] | None = None
         if course.instance.described["reward"] in ("get_reward", "_reward"):
             messages = course.tokens.history(course.ledger.part)
-            try:
-                reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
-            except EnvironmentFailure as failure:
-                if failure.kind != "ended":
-                    raise
-                self._drop(failure, sample)  # a tool ended it, of which the policy was told: nobody is left
-                return
+            reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
         if reward is None and course.stepped:
             reward = course.steps
         target = course.instance.described["target"]
@@ -205,6 +211,10 @@ class ToolEnvironment(SingleTurn):
         self._outcomes[sample.seed] = _Outcome(failed=str(failure))
         with self._lock:
             self._counts.errors["dropped"] += 1
+            first = self._counts.dropped is None
+            self._counts.dropped = self._counts.dropped or str(failure)
+        if first:
+            log.warning("a sample is dropped: %s", printable(str(failure)))
 
     def _check_tokens(self, course: _Course) -> None:
         began, checks = time.perf_counter(), Checks()
@@ -214,15 +224,7 @@ class ToolEnvironment(SingleTurn):
             self._counts.check_seconds += time.perf_counter() - began
 
     async def _failed(self, failure: EnvironmentFailure, sample: Sampler) -> Trajectory:
-        """A trajectory whose instance failed: the run ends, or the sample is dropped.
-
-        Raises:
-            RewardError: under on_error = "message", where the policy cannot be told.
-        """
-        if self.config.on_error != "drop" and failure.kind != "interrupted":
-            raise RewardError(
-                f"reward-failed: {failure}; correct the class, or set environment.on_error = 'drop'"
-            ) from failure
+        """The trajectory of a sample that is dropped, because its instance failed."""
         self._drop(failure, sample)
         if sample.trajectory is None:
             await sample(max_tokens=1)
@@ -255,6 +257,10 @@ class ToolEnvironment(SingleTurn):
         check_total(total, by_name)
         weights = {**score.weights, **dict.fromkeys(own, self.config.weight)}
         return Scored(total=total, by_name=by_name, weights=weights)
+
+    def why_dropped(self) -> str | None:
+        """See Environment."""
+        return self._counts.dropped
 
     def pop_counts(self) -> dict[str, float]:
         """See Environment. rollout/tool_calls; rollout/tool_errors, and by kind; rollout/tool_seconds, added
