@@ -237,7 +237,7 @@ def test_a_row_can_name_no_other_class(run, tmp_path):
     made = run(environment=rows_of(tmp_path, "tools", "games:Pings"))
     with raises(DataError, "unknown-name: line 2, unknown environment 'games:Pings'"):
         trained(made, tmp_path)
-    made = run(environment={**rows_of(tmp_path, "tools"), "column": "name"})
+    made = run(environment={**rows_of(tmp_path, "tools", "game"), "column": "name"})
     with raises(DataError, "missing-column: line 1, there is no column 'name'"):
         trained(made, tmp_path)
 

@@ -61,7 +61,7 @@ class RecordedInstance:
     async def reward(self, trajectory: Mapping[str, Any]) -> float | dict[str, float] | None:
         """See Instance."""
         value: float | dict[str, float] | None
-        value = await self._asked(lambda one: one.reward(trajectory), "reward")
+        value = await self._asked(lambda one: one.reward(trajectory), "reward", dict(trajectory))
         return value
 
     async def close(self) -> None:
