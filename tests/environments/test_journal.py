@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from scripted import save_scripted
 from lockstep.environments.instance import STATE_CHARACTERS, state_of
 from lockstep.environments.journal import Journal, key_of
 from lockstep.environments.recorded import RecordedInstance
+from lockstep.environments.results import EnvironmentFailure
 from lockstep.errors import TrainError
 from lockstep.rollout.environment import Sampler, TrajectoryRules
 from lockstep.schema.rollout import Prompt, SamplingParams
@@ -242,29 +244,112 @@ class Waits:
 '''
 
 
-def test_a_call_that_is_cancelled_is_noted_when_it_ends(tmp_path):
-    (tmp_path / "waits.py").write_text(TOOL)
-    journal = journal_in(tmp_path)
-    journal.begin("step-000000")
+COUNTS = '''
+import os
+import threading
+
+
+class Counts:
+    def __init__(self):
+        self.n = 0
+        open("made.txt", "a").write("x")
+
+    def add(self, n: int) -> int:
+        """Add.
+
+        Args:
+            n: A number.
+        """
+        open("added.txt", "a").write("x")
+        self.n += n
+        return self.n
+
+    def leave(self) -> None:
+        """Leave."""
+        os._exit(3)
+'''
+LOCK = "self.n = 0; self.lock = threading.Lock()"
+
+
+def recorded(host, journal):
+    """An instance of the same sample, as each process of the run makes one."""
     task = Prompt(index=0, token_ids=(1,), text="", row={})
     sample = Sampler(task, rules=TrajectoryRules.of(SamplingParams(max_tokens=1)), seed=7)
     sample.clock = lambda runs: None
+    host.keeps_states = not host.describe()["repeatable"]
+    journal.begin("step-000000")
+    return RecordedInstance(host, task, sample, journal=journal)
+
+
+async def called(instance, *calls):
+    return [await instance.call(name, given, turn=i, call=0) for i, (name, given) in enumerate(calls)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "repeatable", "neither"])
+def test_an_object_goes_on_where_it_was(tmp_path, kind):
+    text = COUNTS if kind == "plain" else COUNTS.replace("self.n = 0", LOCK)
+    text = (
+        text.replace("    def __init__", "    _repeatable = True\n\n    def __init__")
+        if kind[0] == "r"
+        else text
+    )
+    (tmp_path / "counts.py").write_text(text)
+    one, two = ("add", {"n": 1}), ("add", {"n": 2})
+
+    async def twice(host, journal):
+        (before,) = await called(recorded(host, journal), one)
+        again = recorded(host, journal)
+        if kind == "neither":
+            with pytest.raises(EnvironmentFailure, match="killed between two calls"):
+                await called(again, one, two)
+            return before, None, None
+        return before, *await called(again, one, two)
+
+    with hosted("counts:Counts", tmp_path) as host:
+        os.remove(tmp_path / "made.txt")  # of the first object, which only shows its size
+        before, same, after = run(twice(host, journal_in(tmp_path)))
+    made, added = (len((tmp_path / f"{name}.txt").read_text()) for name in ("made", "added"))
+    assert (made, added) == {"plain": (1, 2), "repeatable": (2, 3), "neither": (1, 1)}[kind]
+    assert before.text == "1"
+    if kind != "neither":
+        assert (same.text, after.text) == ("1", "3")
+
+
+def test_an_object_that_has_ended_stays_so(tmp_path):
+    (tmp_path / "counts.py").write_text(COUNTS)
+    leave, add = ("leave", {}), ("add", {"n": 1})
+
+    async def both(host):
+        undisturbed = await called(recorded(host, journal_in(tmp_path / "one")), leave, add)
+        journal = journal_in(tmp_path / "two")
+        await called(recorded(host, journal), leave)
+        return undisturbed, await called(recorded(host, journal), leave, add)
+
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with hosted("counts:Counts", tmp_path) as host:
+        undisturbed, resumed = run(both(host))
+    assert [result.error for result in resumed] == ["died", "ended"]
+    assert [result.text for result in resumed] == [result.text for result in undisturbed]
+
+
+def test_a_call_that_is_cancelled_is_noted_when_it_ends(tmp_path):
+    (tmp_path / "waits.py").write_text(TOOL)
+    journal, wait = journal_in(tmp_path), ("wait", {"seconds": 1.0})
 
     async def cancelled(host):
-        instance = RecordedInstance(host, task, sample, journal=journal)
-        call = asyncio.ensure_future(instance.call("wait", {"seconds": 1.0}, turn=0, call=0))
+        instance = recorded(host, journal)
+        call = asyncio.ensure_future(called(instance, wait))
         while not (tmp_path / "journal").exists():
             await asyncio.sleep(0.01)
         call.cancel()
         await asyncio.wait([call])
         await instance.close()
         assert call.cancelled()
-        again = RecordedInstance(host, task, sample, journal=journal)
-        journal.begin("step-000000")
-        return await again.call("wait", {"seconds": 1.0}, turn=0, call=0)
+        return await called(recorded(host, journal), wait)
 
     with hosted("waits:Waits", tmp_path) as host:
-        result = run(cancelled(host))
+        (result,) = run(cancelled(host))
     assert (result.text, result.error, result.seconds) == ("waited", None, 0.0)
 
 
