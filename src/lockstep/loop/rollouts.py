@@ -204,7 +204,7 @@ class Rollouts:
             EngineError: from the engine; or it was aborted by somebody else.
             RewardError: a reward failed, or dynamic sampling found too few groups.
         """
-        sampled = self.sample(step)
+        sampled = self._sample(step)
         if self._hooks.stopping():
             return None
         if sampled.aborted:
@@ -213,12 +213,22 @@ class Rollouts:
                 "run did not request it; does another client use the server? Resume the run with its own "
                 "engine"
             )
-        if self.partial is not None:
-            self.partial.commit()
+        self._commit()
         return sampled
 
     def sample(self, step: int) -> SampledStep:
         """As `next`; an aborted step is returned as such."""
+        sampled = self._sample(step)
+        if not sampled.aborted:
+            self._commit()
+        return sampled
+
+    def _commit(self) -> None:
+        """The step that was sampled last is trained on."""
+        if self.partial is not None:
+            self.partial.commit()
+
+    def _sample(self, step: int) -> SampledStep:
         before = self.engine.stats()
         key = SampleKey(run_seed=self.config.seed, step=step)
         with self._hooks.spans("generate"), self.engine.explaining_memory("engine"):
