@@ -10,12 +10,13 @@ Each sample has a server of its own, which ends with it. Works with versions 1 a
 
 from __future__ import annotations
 
-import asyncio
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from lockstep.common_errors import missing_package
+from lockstep.environments.held import Held
 from lockstep.errors import ConfigError
 
 _missing: ImportError | None = None
@@ -43,7 +44,6 @@ class McpTools:
     variables: Mapping[str, str] = {}
     """Environment variables of the server, beside HOME, LOGNAME, PATH, SHELL, TERM and USER."""
     _isolation = "process"  # what ends its process ends the server
-    _connection: asyncio.Task[None] | None = None
 
     def __init__(self) -> None:
         if _missing is not None:
@@ -52,15 +52,14 @@ class McpTools:
             raise ConfigError(
                 f"missing-setting: {type(self).__name__} has no `command`; set it to what starts the server"
             )
+        self._session = Held(self._connect)
 
     async def close(self) -> None:
         """End the server."""
-        if self._connection is not None:
-            self._over.set()
-            await self._connection
+        await self._session.close()
 
     async def _list_tools(self) -> list[dict[str, Any]]:
-        session, tools, cursor = await self._session(), list[dict[str, Any]](), None
+        session, tools, cursor = await self._session.get(), list[dict[str, Any]](), None
         while True:
             page = _json(await session.list_tools(params=PaginatedRequestParams(cursor=cursor)))
             tools += page["tools"]
@@ -68,7 +67,7 @@ class McpTools:
                 return [_schema(tool) for tool in tools]
 
     async def _call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
-        result = _json(await (await self._session()).call_tool(name, arguments))
+        result = _json(await (await self._session.get()).call_tool(name, arguments))
         if not result["content"] and "structuredContent" in result:
             return result["structuredContent"]
         text = "\n".join(map(_text, result["content"]))
@@ -76,33 +75,13 @@ class McpTools:
             raise McpToolError(text)
         return text
 
-    async def _session(self) -> ClientSession:
-        if self._connection is None:
-            self._ready: asyncio.Future[ClientSession] = asyncio.get_running_loop().create_future()
-            self._over = asyncio.Event()
-            # A task of its own, because the client must be left in the task that has entered it.
-            self._connection = asyncio.create_task(self._connect())
-        await asyncio.wait([self._ready, self._connection], return_when=asyncio.FIRST_COMPLETED)
-        if not self._ready.done():
-            try:
-                await self._connection
-            except ExceptionGroup as group:  # of the tasks that the client is made of
-                raise _first(group) from group
-        return self._ready.result()
-
-    async def _connect(self) -> None:
+    @asynccontextmanager
+    async def _connect(self) -> AsyncIterator[ClientSession]:
         program, *options = shlex.split(self.command) if isinstance(self.command, str) else self.command
         server = StdioServerParameters(command=program, args=options, env=dict(self.variables))
         async with stdio_client(server) as streams, ClientSession(*streams) as session:
             await session.initialize()
-            self._ready.set_result(session)
-            await self._over.wait()
-
-
-def _first(error: Exception) -> Exception:
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
+            yield session
 
 
 def _json(message: Any) -> dict[str, Any]:
