@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from lockstep import load_run, train_online
 from lockstep.environments.verifiers_tasks import VerifiersTasks
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RewardError
 
 pytest.importorskip("verifiers.v1", reason="verifiers is missing: pip install 'lockstep-rl[verifiers]'")
 if shutil.which("uv") is None:
@@ -46,7 +46,8 @@ def trained(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", str(SETS))  # of tool servers
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Unused."}\n')
 
-    def train(taskset: str, script: tuple[str, ...], **settings: Any) -> Any:
+    def train(taskset: str, script: tuple[str, ...], on_error: Any = "raise", **settings: Any) -> Any:
+        folder = tmp_path / f"run-{on_error}"
         model = save_scripted(tiny_folder, tmp_path / "model", script, special=False)
         run = {
             "steps": 1,
@@ -57,13 +58,15 @@ def trained(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             "rollout.sampling": {"max_tokens": 8, "temperature": 0.05},
             "eval": {"before": False, "after": False},
             "log": {"tensorboard": False, "display": "off"},
-            "run_dir": tmp_path / "run",
+            "run_dir": folder,
         }
         tokenizer = AutoTokenizer.from_pretrained(model)
-        environment = VerifiersTasks(taskset, tokenizer, chat_template=TEMPLATE, settings=settings)
+        environment = VerifiersTasks(
+            taskset, tokenizer, chat_template=TEMPLATE, settings=settings, on_error=on_error
+        )
         train_online(load_run(kind="grpo", overrides=run), environment=environment)
-        (metrics,) = (json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-        rows = (tmp_path / "run/rollouts/step-000000.jsonl").read_text().splitlines()
+        (metrics,) = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+        rows = (folder / "rollouts/step-000000.jsonl").read_text().splitlines()
         return metrics, [json.loads(row) for row in rows], tokenizer
 
     return train
@@ -107,6 +110,15 @@ def test_a_task_set_that_answers_in_an_environment_of_its_own(trained: Trained) 
         assert row["rewards"] == {"guesses": 2.0}
         assert [author for author, _ in row["spans"]] == ["policy", "tool", "policy"]
     assert metrics["rollout/template_mismatches"] == 0.0
+
+
+def test_an_episode_that_fails_is_dropped_and_counted_or_ends_the_run(trained: Trained) -> None:
+    script, broken = ("a", "b", "c", "<|end|>"), {"num_tasks": 2, "task": {"broken": True}}
+    metrics, rows, _ = trained("word_tasks", script, on_error="drop", **broken)
+    assert [row["reward"] for row in rows] == [2.5, 2.5]
+    assert metrics["rollout/failed_episodes"] == 2.0
+    with raises(RewardError, "reward-failed: by design, the episode failed"):
+        trained("word_tasks", script, **broken)
 
 
 def test_what_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

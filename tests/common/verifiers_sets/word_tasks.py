@@ -7,9 +7,15 @@ class WordData(vf.TaskData):
     answer: str
 
 
-class WordTask(vf.Task[WordData]):
+class WordTaskConfig(vf.TaskConfig):
+    broken: bool = False
+
+
+class WordTask(vf.Task[WordData, vf.State, WordTaskConfig]):
     @vf.reward(weight=2.0)
     async def says(self, trace: vf.Trace) -> float:
+        if self.config.broken and self.data.answer != "abc":
+            raise LookupError("by design")
         return float(self.data.answer in (trace.last_reply or ""))
 
     @vf.reward(weight=0.5)
@@ -19,6 +25,7 @@ class WordTask(vf.Task[WordData]):
 
 class WordConfig(vf.TasksetConfig):
     num_tasks: int = 3
+    task: WordTaskConfig = WordTaskConfig()
 
 
 class WordTaskset(vf.Taskset[WordTask, WordConfig]):
