@@ -1,10 +1,9 @@
 """Does the policy of the recipe tools-demo learn to use its tool, and does it need the tool's result?
 
-    python benchmarks/tools_demo.py --out FOLDER --json FILE [--parts seed0 seed1 seed2 noise game]
+    python benchmarks/tools_demo.py --out FOLDER --json FILE [--parts seed0 seed1 seed2 noise]
 
 seedN   `lockstep train grpo --recipe tools-demo` with seed N: the warm start, evaluation, RL, evaluation.
 noise   RL from the warm start of seed 0, with random numbers in the place of the tool's results.
-game    RL on examples/guessing_game.py, which begins from a warm start on made games.
 
 Each part is a process of its own and is not run again if its result is in FILE. On a machine with other work
 the CPU seconds say more than the wall times.

@@ -21,7 +21,7 @@ class Calculator:
 
 def transcripts(count: int = 64, seed: int = 0) -> list[dict[str, Any]]:
     """Return made conversations: a product of three-digit numbers, the call, its result, and the answer."""
-    from transformers.utils import get_json_schema  # not where the tool runs: it is slow to import
+    from transformers.utils.chat_template_utils import get_json_schema  # slow, and no part of the tool
 
     tools, draw = [get_json_schema(Calculator().multiply)], random.Random(seed)
     pairs = [(draw.randint(100, 999), draw.randint(100, 999)) for _ in range(count)]
