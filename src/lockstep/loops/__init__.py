@@ -65,7 +65,7 @@ def train_online(
         folder = ranks.broadcast(run.run_dir or new_path(run.name), Path, what="naming the run directory")
         warm_start = _train_warm_start(run, folder, ranks)
         if warm_start["outcome"] != "finished":
-            return warm_start
+            return {**warm_start, "resume": f"the same command and --run-dir {folder}"}
         started: Start = {**start, "ranks": ranks}
         run = after_warm_start(run, folder)
         summary = rl.train(run, rewards=rewards, environment=environment, **started)
