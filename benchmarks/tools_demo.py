@@ -130,7 +130,7 @@ def as_the_tool(folder: Path, name: str) -> dict[str, float]:
     called, equal = 0, 0
     for row in rows:
         texts, at = {"tool": "", "policy": ""}, 0
-        for author, length in row["spans"] or ():
+        for author, length in row.get("spans", ()):
             texts[author] = tokenizer.decode(row["token_ids"][at : at + length])
             at += length
         results, answers = (re.findall(r"\d+", texts[author]) for author in ("tool", "policy"))
