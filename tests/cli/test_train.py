@@ -252,6 +252,12 @@ SUMMARY = {
             130,
             "train: interrupted, 3 steps, 584 s, runs/demo, resume with: lockstep train --resume runs/demo",
         ),
+        (
+            {"warm_start": {"outcome": "finished", "wall_seconds": 12.3}},
+            0,
+            "train: finished, 60 steps, 584 s, after 12 s of warm start, lenient accuracy 0.250 -> 0.500, "
+            "runs/demo",
+        ),
     ],
 )
 def test_the_verdict_is_the_last_line_and_the_exit_status(

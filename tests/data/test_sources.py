@@ -12,7 +12,7 @@ import pytest
 from raising import raises
 
 from lockstep.config.data import DataConfig
-from lockstep.data.sources import load_rows
+from lockstep.data.sources import Source, load_rows
 from lockstep.errors import ConfigError, DataError
 
 ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]
@@ -66,7 +66,8 @@ def test_columns_are_renamed_and_the_answer_is_found(jsonl: Path) -> None:
         ({"source": "splits", "split": "test"}, DataError, "unknown-name: data.split"),
         ({"source": "."}, DataError, "wrong-kind-of-file: data.source"),
         ({"source": "x.parquet"}, DataError, "cannot-read"),
-        ({"source": "gym:sums"}, ConfigError, "unknown-name: data.source"),
+        ({"source": "gym-x:sums"}, ConfigError, "unknown-name: data.source"),
+        ({"source": "no_gym:sums"}, ConfigError, "missing-package: no_gym"),
     ],
 )
 def test_what_is_no_source_is_refused(jsonl, tmp_path, monkeypatch, settings, error, what):
@@ -75,6 +76,50 @@ def test_what_is_no_source_is_refused(jsonl, tmp_path, monkeypatch, settings, er
     Path("x.parquet").write_bytes(b"PAR1 nonsense")
     with raises(error, what):
         load_rows(DataConfig(**{"source": "./train.jsonl"} | settings))
+
+
+@pytest.fixture
+def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The source "rows_of_ours:rows", whose rows are an expression."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "rows_of_ours", raising=False)
+    (tmp_path / "rows_of_ours.py").write_text(
+        "def rows(): return ({'question': f'q{i}', 'answer': str(i)} for i in range(5))\n"
+        "def other(): return [{'question': 'q0'}]\n"
+        "def broken(): return [{'question': 'q0'}, 'q1']\n"
+        "def unwritable(): return [{'question': {1, 2}}]\n"
+        "def needs(path): return []\n"
+        "NUMBER = 5\n"
+    )
+    return "rows_of_ours:rows"
+
+
+def test_a_function_returns_rows(function: str) -> None:
+    assert load_rows(DataConfig(source=function)) == ROWS
+    assert load_rows(DataConfig(source=function, skip=1, size=2)) == ROWS[1:3]
+    same, other = (
+        Source(DataConfig(source=f"rows_of_ours:{name}")).fingerprint for name in ("rows", "other")
+    )
+    assert same == Source(DataConfig(source=function)).fingerprint != other
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "what"),
+    [
+        ("broken", DataError, "wrong-row: row 1"),
+        ("unwritable", DataError, "wrong-part: TypeError"),
+        ("needs", ConfigError, "wrong-part: path"),
+        ("NUMBER", ConfigError, "wrong-part: int"),
+    ],
+)
+def test_a_function_without_rows_is_refused(function, name, error, what):
+    with raises(error, what):
+        load_rows(DataConfig(source=f"rows_of_ours:{name}"))
+
+
+def test_a_function_is_not_streamed(function: str) -> None:
+    with raises(ConfigError, "no-effect: data.streaming"):
+        load_rows(DataConfig(source=function, streaming=True))
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -94,7 +139,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 def test_the_hub_offline_says_why_and_what_to_do(tmp_path: Path) -> None:
     code = (
         "from lockstep.config.data import DataConfig\n"
-        "from lockstep.data.sources import load_rows\n"
+        "from lockstep.data.sources import Source, load_rows\n"
         "load_rows(DataConfig(source='openai/gsm8k', subset='main'))\n"
     )
     import os

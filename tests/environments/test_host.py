@@ -67,6 +67,29 @@ def test_several_calls_of_a_turn_run_in_order(host: ToolHost) -> None:
     assert texts(calls(host, *added)) == [("1", None), ("11", None), ("111", None)]
 
 
+def test_results_hold_no_control_characters(tmp_path: Path) -> None:
+    """Some tokenizers drop them, so that the ids of a result would not be its text's."""
+    (tmp_path / "terminal.py").write_text(
+        "class Terminal:\n"
+        "    def reset(self):\n"
+        "        return [{'role': 'user', 'content': 'a\\x00b'}]\n"
+        "    def shell(self) -> str:\n"
+        '        """Run."""\n'
+        "        return '\\x1b[1mred\\x1b[0m\\r\\n\\tok\\x7f \u00e9'\n"
+    )
+
+    async def both(host: ToolHost) -> tuple[Any, ToolResult]:
+        instance = await host.open({}, seed=1)
+        given = await instance.reset(), await instance.call("shell", {}, turn=0, call=0)
+        await instance.close()
+        return given
+
+    with hosted("terminal:Terminal", tmp_path) as host:
+        messages, result = run(both(host))
+    assert messages == [{"role": "user", "content": "ab"}]
+    assert (result.text, result.error) == ("[1mred[0m\n\tok \u00e9", None)
+
+
 def test_an_exception_leaves_the_instance_alive(host: ToolHost) -> None:
     first, second = calls(host, "fail", ("add", {"number": 2}))
     assert (first.text, first.error) == ("error: fail raised LookupError: by design", "raised")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from chats import smollm2
 from transformers import AutoTokenizer
 
 from lockstep import loops
@@ -16,7 +18,12 @@ from lockstep.cli.main import main
 from lockstep.config.load import dump_toml, load_run, recipes
 from lockstep.config.run import GRPORun
 from lockstep.data.held_out import load_train_and_held_out
+from lockstep.data.rows import reasoning_gym_dataset
+from lockstep.environments.checks import Checks
+from lockstep.environments.delta import ConversationTokens
+from lockstep.observe.chat_template import ChatTemplate
 from lockstep.protocols.reward import RewardInput
+from lockstep.recipes.tools_demo import transcripts
 from lockstep.rollout.rewards import RewardSet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,3 +181,45 @@ def test_gsm8k_runs_with_a_tiny_model_of_the_same_architecture(tmp_path: Path, m
     assert all(line["reward/math"] == 0.0 and line["reward/length"] < 0 for line in steps)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["axes"]["attention"] == "varlen"
+
+
+def test_the_template_of_tools_demo_has_a_short_place_for_tools() -> None:
+    run = load_run("tools-demo")
+    tokenizer, rows = smollm2(), transcripts()
+    template = ChatTemplate(tokenizer, run.data.chat_template)
+    tokens = ConversationTokens(template, tools=rows[0]["tools"])  # its own checks, as at the start of a run
+    bare = ConversationTokens(template)
+    for row in rows[:4]:
+        user, called, result, answer = row["messages"]
+        ledger = tokens.start([user])
+        assert 0 < len(ledger.ids) - len(bare.start([user]).ids) <= 60
+        assert len(ledger.ids) <= run.data.max_prompt_tokens
+        (call,) = called["tool_calls"]
+        a, b = call["function"]["arguments"].values()
+        written = tokenizer.encode(f"Call: [multiply(a={a}, b={b})]<|im_end|>")
+        (made,) = ledger.add_policy(written).made
+        assert (made.name, made.arguments, result["content"]) == ("multiply", {"a": a, "b": b}, str(a * b))
+        assert len(written) <= run.sampling.max_tokens
+        tokens.reply(ledger, [made.result(result["content"])])
+        ledger.add_policy(tokenizer.encode(f"{answer['content']}<|im_end|>"))
+        (whole,) = tokens.turns.render([(row["messages"], False)], where="a transcript")
+        assert tokenizer.decode(ledger.ids) + "\n" == whole.text
+        checks = Checks()
+        checks.add(tokens.turns, ledger)
+        assert not checks.mismatches and checks.noncanonical_turns == 0
+
+
+def test_transcripts_are_the_same_each_time_and_of_three_digits() -> None:
+    rows = transcripts()
+    assert rows == transcripts() != transcripts(seed=1)
+    texts = [row["messages"][0]["content"] for row in rows]
+    assert all(re.search(r": \d{3} \* \d{3}\.", text) for text in texts) and len(set(texts)) == len(rows)
+    asked = products_of_the_task()
+    assert asked.split()[:4] == texts[0].split()[:4] and asked.endswith(texts[0].partition(". ")[2])
+
+
+def products_of_the_task() -> str:
+    """A question of the data that tools-demo trains on."""
+    data = load_run("tools-demo").data
+    task = reasoning_gym_dataset("products", data.task, seed=1, size=1)
+    return str(task[0]["question"])

@@ -447,6 +447,8 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if "steps" in summary:
         parts.append(counted(summary["steps"], "step"))
     parts.append(f"{summary['wall_seconds']:.0f} s")
+    if "warm_start" in summary:
+        parts.append(f"after {summary['warm_start']['wall_seconds']:.0f} s of warm start")
     before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
     budgets = before.get("max_tokens"), after.get("max_tokens")
     for key in ("strict_accuracy", "lenient_accuracy", "mean_reward", "loss"):

@@ -12,8 +12,9 @@ class DataConfig(Config):
     """The prompts of an RL run, or the documents of an SFT, DPO or reward model run."""
 
     source: Name = "reasoning_gym:chain_sum"
-    """A .jsonl, .json or .parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or
-    `ids` (generated token ids, for models without a tokenizer)."""
+    """A .jsonl, .json or .parquet file, a folder saved by `datasets`, a hub name, `module:function` (a Python
+    function that returns a list of rows), `reasoning_gym:TASK`, or `ids` (generated token ids, for models
+    without a tokenizer)."""
     subset: Name | None = None
     """Subset of a hub data set."""
     split: Name = "train"

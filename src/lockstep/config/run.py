@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
-from lockstep.config.base import NonNegativeInt, PositiveInt, check
+from lockstep.config.base import Name, NonNegativeInt, PositiveInt, check
 from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import ClusterConfig, _check_engine_gpus
 from lockstep.config.data import DataConfig
@@ -39,6 +39,10 @@ class GRPORun(RunConfig):
     """GRPO and its family, on prompts, with rewards."""
 
     kind: Literal["grpo"] = "grpo"
+    warm_start: Name | None = None
+    """A run file or recipe of kind sft that is trained first, in RUN_DIR/warm_start, with the model, the seed
+    and the chat template of this run. Training then begins from its export, which config.toml in the run
+    directory names as the model."""
     algorithm: GRPOConfig = GRPOConfig()
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.config.base import is_module_path
 from lockstep.config.data import DataConfig
 from lockstep.data.lazy import EndOfStream, LazyItems, Make
 from lockstep.data.rows import FIRST_ROWS, PlacedRow, place
@@ -179,7 +180,7 @@ def check_source(config: DataConfig) -> None:
             f"bad-file-name: data.source = {config.source[:80]!r} cannot name anything: {problem}"
         )
     path = Path(config.source).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_module_path(config.source):  # a function is imported when it is called
         return
     if path.suffix in FILE_SUFFIXES:
         if not path.is_file():
@@ -192,7 +193,8 @@ def check_source(config: DataConfig) -> None:
     elif ":" in config.source or not _HUB_NAME.fullmatch(config.source):
         raise ConfigError(
             f"unknown-name: data.source = {config.source!r} is not a .jsonl/.json/.parquet file, a folder "
-            "saved by datasets, a hub name such as 'openai/gsm8k', 'reasoning_gym:TASK', or 'ids'"
+            "saved by datasets, a hub name such as 'openai/gsm8k', a function 'module:function', "
+            "'reasoning_gym:TASK', or 'ids'"
         )
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from lockstep.config.base import is_module_path
 from lockstep.config.data import DataConfig
 from lockstep.data.lazy import LAST_KEPT, EndOfStream, LazyItems, Make
 from lockstep.data.readers import check_surrogates, foreign_errors, opened_parquet, parse_row, restorer
@@ -109,7 +110,7 @@ def open_stream(config: DataConfig) -> StreamTable:
     if path.suffix in (".jsonl", ".parquet"):
         file = UnchangedFile(path)
         rows = _lines(path) if path.suffix == ".jsonl" else _batches(path, config)
-    elif path.is_dir() or path.suffix == ".json":
+    elif path.is_dir() or path.suffix == ".json" or is_module_path(config.source):
         raise ConfigError(
             f"no-effect: data.streaming = true with data.source = {config.source!r}, of which any row can be "
             "read by its number; leave it out"

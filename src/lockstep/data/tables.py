@@ -14,6 +14,7 @@ import codecs
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.common_errors import missing_package
+from lockstep.config.base import is_module_path
 from lockstep.config.data import DataConfig
 from lockstep.data.cache import cached, new_cache_file, one_maker, touch
 from lockstep.data.readers import (
@@ -38,6 +40,7 @@ from lockstep.data.rows import PlacedRow
 from lockstep.errors import DataError
 from lockstep.observe.files import file_errors
 from lockstep.observe.text import printable
+from lockstep.registry import load_object, require_call
 
 SMALL_BYTES = 2**24
 """A file of at most so many bytes is indexed, or loaded, each time: that takes milliseconds."""
@@ -77,13 +80,15 @@ class Table(ABC):
 
 
 def open_table(config: DataConfig) -> Table:
-    """Open the file, folder or hub data set of a config, which `check_source` has let through.
+    """Open the file, folder, function or hub data set of a config, which `check_source` has let through.
 
     Raises:
         DataError: it is missing, unreadable, or damaged.
         ConfigError: a package that reads it is missing.
     """
     path = Path(config.source).expanduser()
+    if is_module_path(config.source):
+        return FunctionTable(config.source)
     if path.is_dir():
         return DatasetTable(_saved_dataset(path, config), f"data.source = {str(path)!r}", config)
     if path.suffix == ".jsonl":
@@ -93,6 +98,42 @@ def open_table(config: DataConfig) -> Table:
     if path.suffix == ".parquet":
         return ParquetTable(path, config)
     return DatasetTable(hub_dataset(config), f"data.source = {config.source!r}", config)
+
+
+class FunctionTable(Table):
+    """The rows that a Python function `module:function` returns. It is called once, without arguments, in the
+    trainer's process, and must return the same rows each time: a resumed run calls it again."""
+
+    def __init__(self, source: str) -> None:
+        what = f"data.source = {source!r}"
+        function = load_object(source, what=what)
+        require_call(function, what=what)
+        try:
+            self._rows = list(function())
+            text = json.dumps(self._rows, sort_keys=True)
+        except Exception as error:  # whatever the user's function raises or returns
+            raise DataError(
+                f"wrong-part: {what}: {type(error).__name__}: {printable(str(error))}; return a list of rows "
+                "that JSON can hold"
+            ) from error
+        self._digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        for number, row in enumerate(self._rows):
+            if not isinstance(row, Mapping):
+                raise DataError(
+                    f"wrong-row: {what}, row {number}: is a {type(row).__name__}, not a dict of columns"
+                )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """See Table."""
+        return self._digest
+
+    def read(self, numbers: Sequence[int]) -> list[Row | DataError]:
+        """See Table."""
+        return [dict(self._rows[number]) for number in numbers]
 
 
 class UnchangedFile:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import psutil
 
 from lockstep.environments.channel import Message, packets, receive_within, send_within
-from lockstep.environments.results import EnvironmentFailure, ToolResult, is_reply
+from lockstep.environments.results import EnvironmentFailure, ToolResult, is_reply, without_controls
 from lockstep.environments.room import Room
 from lockstep.environments.zygote import FORK, PRINTED_BYTES, SHARE, Settings
 from lockstep.errors import ConfigError, EngineError
@@ -373,7 +373,9 @@ class Instance:
             EnvironmentFailure: it failed.
         """
         value: str | list[dict[str, str]] | None = (await self._do("reset", {"turn": -1, "call": 1}))["value"]
-        return value
+        if isinstance(value, list):
+            return [{**message, "content": without_controls(message["content"])} for message in value]
+        return value and without_controls(value)
 
     async def call(self, name: str, arguments: Any, *, turn: int, call: int) -> ToolResult:
         """Call a tool with what the policy wrote.
@@ -459,7 +461,7 @@ class Instance:
         if "problem" in reply:
             return self._failed(reply, name, seconds, game=op == "step")
         return ToolResult(
-            text=reply["value"],
+            text=without_controls(reply["value"]),
             error=None,
             seconds=seconds,
             reward=reply.get("reward"),

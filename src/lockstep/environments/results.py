@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from lockstep.environments.channel import Message
 from lockstep.environments.instance import CUT, KINDS, STATE_CHARACTERS
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def without_controls(text: str) -> str:
+    """Return what an environment wrote without control characters, except line feeds and tabs. Tokenizers
+    may drop the others, so that the ids would not be those of the text.
+
+    Example:
+        >>> without_controls("\x1b[1m42\x00\n")
+        '[1m42\n'
+    """
+    return _CONTROLS.sub("", text)
 
 
 class EnvironmentFailure(RuntimeError):

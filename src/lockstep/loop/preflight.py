@@ -27,6 +27,7 @@ from lockstep.data.sources import FILE_SUFFIXES, Source, check_source, count_row
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, DataError, LockstepError, ModelError, nearest, together, unknown_name
 from lockstep.loop.hub import check_hub
+from lockstep.loop.warm_start import warm_start_of
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.files import path_problem
 from lockstep.observe.metrics import check_wandb, writes_tensorboard
@@ -100,7 +101,9 @@ def _checks(run: RunConfig, *, own_data: bool) -> Iterator[Check]:
 
 
 def _rollout_checks(run: GRPORun) -> Iterator[Check]:
-    """Yield the checks of what samples and scores."""
+    """Yield the checks of what samples and scores, and of the warm start before it."""
+    if run.warm_start is not None:
+        yield from _checks(warm_start_of(run, run.run_dir or Path(run.name)), own_data=False)
     yield partial(_check_engine, run)
     yield partial(check_own_algorithm, run)
     if run.reward_model is not None:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Unpack, cast
 
+from lockstep.config.load import check_resumable
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, on_ranks
 from lockstep.errors import ConfigError
+from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.epochs import with_steps
 from lockstep.loop.preflight import preflight
 from lockstep.loop.run import Start
+from lockstep.loop.warm_start import after_warm_start, warm_start_of
 from lockstep.loops import offline, rl
+from lockstep.observe.run_dir import new_path
+from lockstep.ranks.context import RankContext
 from lockstep.rollout.environment import Environment
 
 
@@ -49,7 +56,30 @@ def train_online(
         )
     run = with_steps(run)
     finished = _check(run, start, own_rewards=bool(rewards) or own_data, own_data=own_data)
-    return rl.train(run, rewards=rewards, environment=environment, **start) if finished is None else finished
+    if finished is not None:
+        return finished
+    if run.warm_start is None:
+        return rl.train(run, rewards=rewards, environment=environment, **start)
+    check = partial(on_ranks, run)
+    with connect_ranks(run.train.device, start.get("ranks"), check=check) as ranks:
+        folder = ranks.broadcast(run.run_dir or new_path(run.name), Path, what="naming the run directory")
+        warm_start = _train_warm_start(run, folder, ranks)
+        if warm_start["outcome"] != "finished":
+            return {**warm_start, "resume": f"the same command and --run-dir {folder}"}
+        started: Start = {**start, "ranks": ranks}
+        run = after_warm_start(run, folder)
+        summary = rl.train(run, rewards=rewards, environment=environment, **started)
+    return {**summary, "warm_start": warm_start}
+
+
+def _train_warm_start(run: GRPORun, folder: Path, ranks: RankContext) -> dict[str, Any]:
+    """Train the run that `warm_start` names, or go on with what the folder has of it; returns its summary."""
+    sft = warm_start_of(run, folder)
+    assert sft.run_dir is not None, "it has a folder in that of the run"
+    begun = sft.run_dir if (sft.run_dir / "config.toml").is_file() else None
+    if begun is not None:
+        check_resumable(begun, sft)
+    return train_offline(sft, resume=begun, ranks=ranks)
 
 
 def train_offline(run: OfflineRun, **start: Unpack[Start]) -> dict[str, Any]:

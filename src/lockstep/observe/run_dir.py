@@ -10,6 +10,7 @@
     journal/         what tools have answered since the last checkpoint
     checkpoints/     written by the loop
     export/          a Hugging Face folder of the final policy, written by the loop
+    warm_start/      the run of SFT that came first, if one did
     logs/            rank-0.log, tensorboard/, and whatever else is logged
 
 Steps count from 0. After `n` steps, steps 0 to n - 1 are done: a checkpoint named n holds the weights after n
@@ -167,7 +168,7 @@ class RunDir:
         while (aside := self.path / f"{_ASIDE}{number}").exists():
             number += 1
         # First the checkpoints, last metrics.jsonl: no resume takes what a kill leaves of this for a run.
-        kept = {"lock", "logs", "config.toml", "metrics.jsonl"}
+        kept = {"lock", "logs", "config.toml", "metrics.jsonl", "warm_start"}  # the model is in the last one
         there = [p.name for p in self.path.iterdir() if p.name not in kept and not p.name.startswith(_ASIDE)]
         logs = [f"logs/{path.name}" for path in self.logs.iterdir() if path.name not in ("ranks", "flight")]
         names = [*sorted(there, key=lambda name: (name != "checkpoints", name)), *logs, "metrics.jsonl"]

@@ -1,0 +1,1 @@
+"""Recipes: run files that come with Lockstep, and the Python that they name."""
