@@ -296,8 +296,8 @@ class MasterBackend(Offloadable, Backend):
     ) -> None:
         """Take optimizer steps with these settings of [train] from now on; an infinite max_grad_norm clips
         nothing."""
-        rates = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)
-        self.config = self.config.model_copy(update=rates)
+        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.config = self.config.model_copy(update={**rates, "max_grad_norm": max_grad_norm})
         if self._optimizer is not None:
             self._optimizer.config = self.config
 
