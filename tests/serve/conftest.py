@@ -25,7 +25,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     cpu = torch.device("cpu")
     bases = [BaseModel("tiny", "shape:tiny-qwen3", device=cpu, dtype="float32")]
     server = Server(Service(bases, store), tokens, port=0)
-    server.tokens, server.store = tokens, store  # type: ignore[attr-defined]
+    server.tokens, server.store, server.bases = tokens, store, bases  # type: ignore[attr-defined]
     ready = threading.Event()
     thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
     thread.start()

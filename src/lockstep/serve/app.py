@@ -243,6 +243,12 @@ def _failed(error: LockstepError) -> Response:
     return _json({"detail": f"{error.code}: {error}", **error.data}, status=status)
 
 
+def _not_served(request: Request, error: Exception) -> Response:
+    """Answer a request that no route takes."""
+    what = f"{request.method} {request.url.path[:200]}"
+    return _json({"code": "refused", "detail": f"refused: {what} is not served by Lockstep"}, status=404)
+
+
 def _json(value: Any, status: int = 200) -> Response:
     return Response(json.dumps(value), status, media_type="application/json")
 
@@ -279,7 +285,10 @@ class Server:
         self.url = f"http://{HOST}:{self.port}"
         self._service = service
         config = uvicorn.Config(
-            Starlette(routes=Api(service, tokens, port=self.port).routes),
+            Starlette(
+                routes=Api(service, tokens, port=self.port).routes,
+                exception_handlers={404: _not_served, 405: _not_served},
+            ),
             lifespan="off",
             ws="none",
             log_config=None,
