@@ -115,3 +115,8 @@ def test_two_users_do_not_see_each_other(served: Any, service: Any) -> None:
         bob.create_sampling_client(model_path=path).result()
     mine = service.create_sampling_client(model_path=path).result()
     assert sampled(mine, n=1).sequences[0].tokens
+    client.save_weights_for_sampler("other").result(SECONDS)
+    gone = service.create_sampling_client(model_path=path.replace("mine", "other")).result()
+    service.create_rest_client().delete_checkpoint_from_tinker_path(path.replace("mine", "other")).result()
+    with pytest.raises(tinker.RequestFailedError, match="no longer kept"):
+        sampled(gone, n=1)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.common_errors import cannot_write
 from lockstep.errors import CheckpointError, DataError
 from lockstep.observe.files import parse_json, read_json, sync_folder, write_json
 
@@ -112,6 +113,7 @@ class Store:
 
         Raises:
             DataError: there is one of that name.
+            CheckpointError: the disk is full, or the like.
         """
         parent = self.directory / "models" / model_id / kind
         parent.mkdir(parents=True, exist_ok=True)
@@ -129,8 +131,10 @@ class Store:
             if folder.exists():
                 shutil.rmtree(folder)
             building.rename(folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(building, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise cannot_write(CheckpointError, folder, error, "make room in --dir") from error
             raise
         sync_folder(parent)
         if unnamed:

@@ -129,7 +129,7 @@ class Worker:
                 self._keep(job, result)
             log.info("%s x %d: %.3f s", jobs[0].id, len(jobs), time.monotonic() - started)
 
-    def _results(self, jobs: Sequence[Job]) -> Sequence[Answer | LockstepError]:
+    def _results(self, jobs: Sequence[Job]) -> Sequence[Answer | Exception]:
         try:
             if jobs[0].run is not None:
                 return [jobs[0].run()]
@@ -138,14 +138,11 @@ class Worker:
             if len(jobs) == 1:
                 return [error]
             return [self._results([job])[0] for job in jobs]  # the others may be right
-        except BaseException as error:  # a bug: its request fails, and so does whoever waits behind it
+        except Exception as error:  # a bug: its requests fail, and the other users' go on
             log.exception("request %s", jobs[0].id)
-            for job in jobs:
-                job.future.set_exception(error)
-            self._closed = True
-            raise
+            return [error] * len(jobs)
 
-    def _keep(self, job: Job, result: Answer | LockstepError) -> None:
+    def _keep(self, job: Job, result: Answer | Exception) -> None:
         with self._changed:
             self._kept_bytes += len(result.body) if isinstance(result, Answer) else 0
             done = [j for j in self._jobs.values() if j.future.done()] if self._full() else []
