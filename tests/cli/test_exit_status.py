@@ -31,6 +31,7 @@ GIVEN = {
     "logs": ["nope"],
     "hang": ["nope"],
     "view": ["nope"],
+    "serve": ["--model", "nope"],
     "support": ["--backend", "nope"],
 }
 

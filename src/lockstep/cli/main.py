@@ -51,6 +51,7 @@ COMMANDS = {
         "list which combinations are supported, and the tests that cover them",
     ),
     "view": ("lockstep.cli.view", "see runs in a browser: curves, rollouts, steps and settings"),
+    "serve": ("lockstep.cli.serve", "serve the Tinker API: train and sample through the tinker client"),
     "submit": ("lockstep.cli.submit", "submit a run to a Ray cluster, where it outlives this shell"),
     "runs": ("lockstep.cli.run_table", "list the runs in a folder: state, steps, reward, accuracy, speed"),
     "status": ("lockstep.cli.runs:status", "show whether a run is alive and what it is doing"),

@@ -285,6 +285,22 @@ class MasterBackend(Offloadable, Backend):
         self._step_is_done()
         return update
 
+    def use_rates(
+        self,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float,
+    ) -> None:
+        """Take optimizer steps with these settings of [train] from now on; an infinite max_grad_norm clips
+        nothing."""
+        rates = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.config = self.config.model_copy(update={**rates, "max_grad_norm": max_grad_norm})
+        if self._optimizer is not None:
+            self._optimizer.config = self.config
+
     @torch.no_grad()
     def _updated(self) -> dict[str, float]:
         gradients = self._here()

@@ -1,0 +1,321 @@
+"""The HTTP side of `lockstep serve`: loopback, a token per user, and limits before anything is decoded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from tinker import types
+
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.serve import wire
+from lockstep.serve.service import Gone, Service
+from lockstep.serve.store import Checkpoint, same
+from lockstep.serve.work import Busy
+
+log = logging.getLogger(__name__)
+HOST = "127.0.0.1"
+_POLL_SECONDS, _BODY_SECONDS = 20.0, 60.0
+Handler = Callable[[Request, str, bytes], Awaitable[Response]]
+
+CONFIG = {
+    # One chunk after the other: each is one request of a client's sequence.
+    "parallel_fwdbwd_chunks": False,
+    "proto_compress_fwdbwd": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+    "custom_loss_server_side": False,
+    "use_pyqwest_transport": False,
+}
+"""What the client is told to do; see tinker.types.ClientConfigResponse."""
+REFUSED = (
+    "copy_weights",
+    "create_custom_loss",
+    "join_sampling_session",
+    "retrieve_futures",
+    "save_weights_external",
+    "auth/token",
+)
+"""Requests of the client that are not served."""
+
+
+class Api:
+    """The routes below /api/v1, over a Service; `tokens` maps users to their tokens."""
+
+    def __init__(self, service: Service, tokens: Mapping[str, str], *, port: int) -> None:
+        self._service, self._tokens = service, dict(tokens)
+        self._hosts = {f"{name}:{port}" for name in (HOST, "localhost", "[::1]")}
+        posts: dict[str, Callable[[bytes, str], Any]] = {
+            "client/config": lambda body, user: CONFIG,
+            "client/dynamic_config": lambda body, user: {"refresh_interval_sec": 300},
+            "telemetry": lambda body, user: {"status": "accepted"},
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "create_model": self._queued(types.CreateModelRequest, service.create_model),
+            "get_info": self._info,
+            "optim_step": self._queued(types.OptimStepRequest, service.optim_step),
+            "save_weights": self._queued(types.SaveWeightsRequest, service.save),
+            "save_weights_for_sampler": self._queued(
+                types.SaveWeightsForSamplerRequest, service.save_for_sampler
+            ),
+            "load_weights": self._queued(types.LoadWeightsRequest, service.load),
+            "forward_backward": self._train,
+            "create_sampling_session": self._create_sampling,
+            "asample": self._sample,
+            "weights_info": self._weights_info,
+            **{name: self._refused(name) for name in REFUSED},
+        }
+        gets: dict[str, Callable[[Request, str], Any]] = {
+            "healthz": lambda request, user: {"status": "ok"},
+            "get_server_capabilities": lambda request, user: service.capabilities(),
+            "samplers/{sampler:path}": self._get_sampler,
+            "training_runs/{model}/checkpoints": self._list_checkpoints,
+        }
+        checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
+        self.routes = [
+            *(self._route(path, self._post(answer)) for path, answer in posts.items()),
+            *(self._route(path, self._get(answer), "GET") for path, answer in gets.items()),
+            self._route(checkpoint, self._delete_checkpoint, "DELETE"),
+            self._route("retrieve_future", self._retrieve),
+        ]
+
+    def _route(self, path: str, handler: Handler, method: str = "POST") -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                user = self._user(request)
+                return await handler(request, user, await _body(request))
+            except LockstepError as error:
+                return _failed(error)
+
+        return Route(f"/api/v1/{path}", endpoint, methods=[method])
+
+    def _user(self, request: Request) -> str:
+        """Return whose token the request has. Raises DataError: nobody's, or for a server of another name."""
+        # A page of another site can make a browser send requests here under its own name.
+        if request.headers.get("host", "").lower() not in self._hosts:
+            raise _NotAllowed("not-authenticated: this server has other names")
+        given = request.headers.getlist("x-api-key")
+        found = [user for user, token in self._tokens.items() if len(given) == 1 and same(given[0], token)]
+        if not found:
+            raise _NotAllowed("not-authenticated: X-API-Key is not the token of a user of this server")
+        return found[0]
+
+    @staticmethod
+    def _post(answer: Callable[[bytes, str], Any]) -> Handler:
+        async def handler(request: Request, user: str, body: bytes) -> Response:
+            return _json(answer(body, user))
+
+        return handler
+
+    @staticmethod
+    def _get(answer: Callable[[Request, str], Any]) -> Handler:
+        async def handler(request: Request, user: str, body: bytes) -> Response:
+            return _json(answer(request, user))
+
+        return handler
+
+    @staticmethod
+    def _queued(kind: Any, queue: Callable[[Any, str], str]) -> Callable[[bytes, str], Any]:
+        """A request whose result is polled for."""
+        return lambda body, user: {"request_id": queue(wire.parse(kind, body), user)}
+
+    @staticmethod
+    def _refused(name: str) -> Callable[[bytes, str], Any]:
+        def answer(body: bytes, user: str) -> Any:
+            raise DataError(f"refused: {name} is not served by Lockstep", request=name)
+
+        return answer
+
+    def _create_session(self, body: bytes, user: str) -> Any:
+        wire.parse(types.CreateSessionRequest, body)
+        return {"type": "create_session", "session_id": self._service.create_session(user).id}
+
+    def _heartbeat(self, body: bytes, user: str) -> Any:
+        self._service.session(wire.parse(types.SessionHeartbeatRequest, body).session_id, user)
+        return {"type": "session_heartbeat"}
+
+    def _info(self, body: bytes, user: str) -> Any:
+        return self._service.info(wire.parse(types.GetInfoRequest, body).model_id, user)
+
+    def _train(self, body: bytes, user: str) -> Any:
+        return {"request_id": self._service.train(wire.train_request(body), user)}
+
+    def _create_sampling(self, body: bytes, user: str) -> Any:
+        request = wire.parse(types.CreateSamplingSessionRequest, body)
+        return {
+            "type": "create_sampling_session",
+            "sampling_session_id": self._service.create_sampling(request, user).id,
+        }
+
+    def _sample(self, body: bytes, user: str) -> Any:
+        request_id, sequence_ids = self._service.sample(wire.sample_request(body), user)
+        return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
+
+    def _get_sampler(self, request: Request, user: str) -> Any:
+        sampling = self._service.sampling(request.path_params["sampler"], user)
+        path = None if sampling.checkpoint is None else sampling.checkpoint.path
+        return {"sampler_id": sampling.id, "base_model": sampling.base.name, "model_path": path}
+
+    def _weights_info(self, body: bytes, user: str) -> Any:
+        about = self._service.store.find(wire.tinker_path(body), owner=user).about
+        adapters = about.adapters or {}
+        return {
+            "base_model": about.base_model,
+            "is_lora": about.adapters is not None,
+            "lora_rank": adapters.get("rank"),
+            "train_unembed": adapters.get("unembed"),
+            "train_mlp": adapters.get("mlp"),
+            "train_attn": adapters.get("attention"),
+        }
+
+    def _list_checkpoints(self, request: Request, user: str) -> Any:
+        found = self._service.store.of_model(request.path_params["model"], owner=user)
+        return {"checkpoints": [_described(one) for one in found]}
+
+    async def _delete_checkpoint(self, request: Request, user: str, body: bytes) -> Response:
+        path = "tinker://{model}/{kind}/{name}".format(**request.path_params)
+        self._service.store.delete(path, owner=user)
+        return Response(status_code=204)
+
+    async def _retrieve(self, request: Request, user: str, body: bytes) -> Response:
+        """Wait for a result, for a while: the client asks again."""
+        wanted = wire.parse(types.FutureRetrieveRequest, body)
+        job = self._service.job(wanted.request_id, user)
+        future = asyncio.wrap_future(job.future)
+        await asyncio.wait([future], timeout=_POLL_SECONDS)
+        if not future.done():
+            waits = {"type": "try_again", "request_id": job.id, "queue_state": "active"}
+            return _json(waits, status=408)
+        error = future.exception()
+        if error is None:
+            answer = future.result()
+            return Response(answer.body, media_type=wire.PROTOBUF if answer.protobuf else "application/json")
+        if isinstance(error, LockstepError):
+            category = "user" if isinstance(error, DataError) else "server"
+            return _json({"error": f"{error.code}: {error}", "category": category})
+        return _json({"error": "a bug in the server; its log has the traceback", "category": "server"})
+
+
+class _NotAllowed(DataError):
+    """No token."""
+
+
+async def _body(request: Request) -> bytes:
+    """Return the body of a request, of which no more is read than is allowed."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise DataError("refused: compressed bodies are not served", header="content-encoding")
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > wire.MOST_BODY:
+                    raise DataError(f"too-large: the body has more than {wire.MOST_BODY:,} bytes")
+                parts.append(part)
+    except TimeoutError as error:
+        raise DataError(f"deadline: the body did not come within {_BODY_SECONDS:g} s") from error
+    except ClientDisconnect as error:
+        raise DataError("wrong-format: the body is not whole") from error
+    return b"".join(parts)
+
+
+def _failed(error: LockstepError) -> Response:
+    status = 400
+    if isinstance(error, _NotAllowed):
+        status = 401
+    elif isinstance(error, Busy):
+        status = 429
+    elif isinstance(error, Gone) or error.code == "no-such-file":
+        status = 404
+    elif error.code == "too-large":
+        status = 413
+    return _json({"detail": f"{error.code}: {error}", **error.data}, status=status)
+
+
+def _not_served(request: Request, error: Exception) -> Response:
+    """Answer a request that no route takes."""
+    what = f"{request.method} {request.url.path[:200]}"
+    return _json({"code": "refused", "detail": f"refused: {what} is not served by Lockstep"}, status=404)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json.dumps(value), status, media_type="application/json")
+
+
+def _described(one: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{one.kind}/{one.name}",
+        "checkpoint_type": "training" if one.kind == "weights" else "sampler",
+        "time": _time(one.about.time),
+        "tinker_path": one.path,
+        "size_bytes": one.size(),
+        "user_metadata": dict(one.about.user_metadata),
+        "expires_at": None if one.about.expires_at is None else _time(one.about.expires_at),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+class Server:
+    """A server that listens on loopback. `run` answers until a signal or `stop`.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+
+    def __init__(self, service: Service, tokens: Mapping[str, str], *, port: int) -> None:
+        try:
+            self._socket = socket.create_server((HOST, port))
+        except OSError as error:
+            raise ConfigError(f"port-in-use: --port {port} ({error.strerror}); give another") from error
+        self.port = int(self._socket.getsockname()[1])
+        self.url = f"http://{HOST}:{self.port}"
+        self._service = service
+        config = uvicorn.Config(
+            Starlette(
+                routes=Api(service, tokens, port=self.port).routes,
+                exception_handlers={404: _not_served, 405: _not_served},
+            ),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = _Uvicorn(config)
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Answer requests; `ready` is called when the first can be answered."""
+        self._server.ready = ready
+        self._service.worker.start()
+        with closing(self._socket):
+            try:
+                self._server.run(sockets=[self._socket])
+            finally:
+                self._service.worker.close()
+
+    def stop(self) -> None:
+        """End `run`, from another thread."""
+        self._server.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    ready: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.ready()

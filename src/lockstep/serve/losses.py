@@ -1,0 +1,100 @@
+"""The losses of the Tinker API, as sums over tokens that are not normalised.
+
+With x = log p(target) of the policy, q the logprob given for it, w its weight and A its advantage:
+
+    cross_entropy         -w x
+    importance_sampling   -exp(x - q) A
+    ppo                   -min(r A, clip(r, low, high) A)      r = exp(x - q)
+    cispo                 -sg(clip(r, low, high)) A x
+
+(https://tinker-docs.thinkingmachines.ai/losses; `low` and `high` are bounds of the ratio, 0.8 and 1.2 if the
+request names none.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lockstep.errors import DataError
+from lockstep.ops.losses import cispo, ppo_clip
+from lockstep.protocols.train import LossOutput, StepStats
+from lockstep.schema.batch import PackedBatch, PolicyBatch
+
+INPUTS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": ("target_tokens", "weights"),
+    "importance_sampling": ("target_tokens", "logprobs", "advantages"),
+    "ppo": ("target_tokens", "logprobs", "advantages"),
+    "cispo": ("target_tokens", "logprobs", "advantages"),
+}
+"""Loss -> the inputs that each datum must have, and may have."""
+_BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_CONFIG: Mapping[str, Mapping[str, float]] = {"ppo": _BOUNDS, "cispo": _BOUNDS}
+
+
+@dataclass(slots=True)
+class ServedLoss:
+    """One of the losses above, with its thresholds; a TokenLoss."""
+
+    name: str
+    low: float = 0.8
+    high: float = 1.2
+
+    separable: bool = True
+    entropy_grad: bool = False
+    terms: tuple[str, ...] = ()
+
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
+    ) -> LossOutput:
+        """See protocols.TokenLoss. The sum of a micro-batch's tokens."""
+        if self.name == "cross_entropy":
+            return LossOutput(-(batch.loss_weights[rows] * logprobs).sum())
+        policy = PolicyBatch.of(batch)
+        advantages = policy.advantages[rows]
+        ratio = (logprobs - policy.rollout_logprobs[rows]).exp()
+        if self.name == "importance_sampling":
+            return LossOutput(-(ratio * advantages).sum())
+        bounds = {"clip_low": 1.0 - self.low, "clip_high": self.high - 1.0}
+        if self.name == "ppo":
+            return LossOutput(ppo_clip(ratio, advantages, **bounds).sum())
+        return LossOutput(cispo(logprobs, ratio, advantages, **bounds).sum())
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """Return the loss, as the client adds it up over the requests of a call."""
+        return {"loss:sum": math.fsum(float(loss) for loss in stats.losses)}
+
+
+def make_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
+    """Return the loss `name` of a request.
+
+    Raises:
+        DataError: it is not served, or the config has a key or a value that it does not take.
+    """
+    if name not in INPUTS:
+        raise DataError(
+            f"refused: loss_fn = {name!r} is not served; use one of {', '.join(INPUTS)}, or "
+            "forward_backward_custom, whose loss the client computes",
+            loss_fn=name,
+        )
+    known = _CONFIG.get(name, {})
+    for key, value in config.items():
+        if key not in known:
+            takes = ", ".join(known) or "no settings"
+            raise DataError(f"unknown-name: loss_fn_config.{key}: {name} takes {takes}", setting=key)
+        if not isinstance(value, float) or not math.isfinite(value) or value < 0:
+            raise DataError(
+                f"out-of-range: loss_fn_config.{key} = {value!r} must be a number of at least 0", setting=key
+            )
+    if not known:
+        return ServedLoss(name)
+    bounds = {**known, **{key: float(value) for key, value in config.items()}}
+    low, high = bounds["clip_low_threshold"], bounds["clip_high_threshold"]
+    if low > high:
+        raise DataError(
+            f"contradiction: clip_low_threshold = {low} is above clip_high_threshold = {high}", low=low
+        )
+    return ServedLoss(name, low=low, high=high)

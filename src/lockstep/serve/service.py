@@ -1,0 +1,535 @@
+"""What the requests do: sessions, training clients, samplers and checkpoints, each of one user.
+
+Handlers run in the server's thread and only look things up and queue; the worker's thread computes. Ids are
+looked up together with their user, so somebody else's id is an unknown one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from tinker import types
+from torch import Tensor
+
+from lockstep.errors import DataError, LockstepError
+from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.serve import wire
+from lockstep.serve.losses import ServedLoss, make_loss
+from lockstep.serve.models import (
+    MAX_BATCH,
+    MOST_RANK,
+    AdamSettings,
+    AdapterSpec,
+    BaseModel,
+    Sampler,
+    TrainingModel,
+    document,
+)
+from lockstep.serve.store import WEIGHTS, About, Checkpoint, Store, checked_name
+from lockstep.serve.work import Answer, Job, Worker
+
+MOST_CLIENTS = 64
+"""Training clients whose adapters and optimizer states are in memory."""
+MOST_SAMPLERS = 8
+"""Modules with an engine, one for each shape of adapters that was sampled with lately."""
+_TTL = (3600, 10 * 366 * 86400)
+
+
+class Gone(DataError):
+    """Something that was there and is no more: a result, or the state of a client before a restart."""
+
+
+@dataclass(slots=True)
+class Client:
+    """A training client."""
+
+    id: str
+    user: str
+    base: BaseModel
+    spec: AdapterSpec | None
+    model: TrainingModel | None = None
+    """None until the worker has made it."""
+    last_seq: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A sampling session: fixed weights."""
+
+    id: str
+    user: str
+    base: BaseModel
+    checkpoint: Checkpoint | None
+    """None: the base model."""
+
+    @property
+    def spec(self) -> AdapterSpec | None:
+        """Adapters of the checkpoint."""
+        adapters = None if self.checkpoint is None else self.checkpoint.about.adapters
+        return None if adapters is None else AdapterSpec(**adapters)
+
+
+@dataclass(slots=True)
+class Session:
+    """What one ServiceClient does."""
+
+    id: str
+    user: str
+    clients: dict[str, Client] = field(default_factory=dict)
+    samplings: dict[str, Sampling] = field(default_factory=dict)
+
+
+class Service:
+    """See the module."""
+
+    def __init__(self, bases: Sequence[BaseModel], store: Store) -> None:
+        self.bases = {base.name: base for base in bases}
+        self.store = store
+        self.worker = Worker(self._sample_together, most_together=MAX_BATCH)
+        self._sessions: dict[str, Session] = {}
+        self._samplers: OrderedDict[tuple[Any, ...], Sampler] = OrderedDict()
+        self._salt = secrets.token_hex(16)
+
+    # sessions
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return the models."""
+        return {
+            "supported_models": [
+                {
+                    "model_name": base.name,
+                    "max_context_length": base.max_positions,
+                    "trainable": True,
+                    "sampleable": True,
+                }
+                for base in self.bases.values()
+            ]
+        }
+
+    def create_session(self, user: str) -> Session:
+        session = Session(f"s-{secrets.token_hex(16)}", user)
+        self._sessions[session.id] = session
+        return session
+
+    def session(self, session_id: str, user: str) -> Session:
+        """Raises DataError: unknown, or somebody else's."""
+        found = self._sessions.get(session_id)
+        if found is None or found.user != user:
+            raise Gone(
+                f"unknown-name: there is no session {session_id[:80]!r}; after a restart of the server, make "
+                "a new ServiceClient and start from the last saved state"
+            )
+        return found
+
+    def client(self, model_id: str, user: str) -> Client:
+        """Raises DataError: unknown, or somebody else's."""
+        found = self._of_session(model_id, user, "clients")
+        assert isinstance(found, Client)
+        return found
+
+    def sampling(self, sampling_id: str, user: str) -> Sampling:
+        """Raises DataError: unknown, or somebody else's."""
+        found = self._of_session(sampling_id, user, "samplings")
+        assert isinstance(found, Sampling)
+        return found
+
+    def _of_session(self, item_id: str, user: str, kind: str) -> Client | Sampling:
+        session = self._sessions.get(item_id.partition(":")[0])
+        found = None if session is None or session.user != user else getattr(session, kind).get(item_id)
+        if found is None:
+            raise Gone(
+                f"unknown-name: there is no {kind[:-1]} {item_id[:80]!r}; after a restart of the server, "
+                "start from the last saved state (create_training_client_from_state_with_optimizer)"
+            )
+        client: Client | Sampling = found
+        return client
+
+    # training clients
+
+    def create_model(self, request: types.CreateModelRequest, user: str) -> str:
+        """Queue the making of a training client; returns the request id."""
+        session, base = self.session(request.session_id, user), self._base(request.base_model)
+        if request.optimizer_config.type != "adamw":
+            raise DataError(f"refused: optimizer {request.optimizer_config.type!r} is not served; use adamw")
+        client = self._new_client(session, request.model_seq_id, base, self._spec(request.lora_config))
+        if client.id in session.clients:
+            return _creation(client.id)
+        session.clients[client.id] = client
+
+        def run() -> Answer:
+            client.model = TrainingModel(client.base, client.spec)
+            return _json({"model_id": client.id, "type": "create_model"})
+
+        return self._queue(Job(_creation(client.id), client.id, run))
+
+    def _base(self, name: str) -> BaseModel:
+        if name not in self.bases:
+            raise DataError(
+                f"unknown-name: base_model {name[:80]!r}; this server has {', '.join(self.bases)}"
+            )
+        return self.bases[name]
+
+    def _new_client(self, session: Session, number: int, base: BaseModel, spec: AdapterSpec | None) -> Client:
+        if not 0 <= number < 10**9:
+            raise DataError(f"out-of-range: model_seq_id = {number}")
+        client = Client(f"{session.id}:train:{number}", session.user, base, spec)
+        count = sum(len(other.clients) for other in self._sessions.values())
+        if client.id not in session.clients and count >= MOST_CLIENTS:
+            raise DataError(f"too-large: the server has {count} training clients, as many as it keeps")
+        return client
+
+    def _spec(self, config: types.LoraConfig | None) -> AdapterSpec | None:
+        if config is None:
+            return None
+        if not 1 <= config.rank <= MOST_RANK:
+            raise DataError(f"out-of-range: rank = {config.rank}; use 1 to {MOST_RANK}", field="rank")
+        if not (config.train_attn or config.train_mlp):
+            raise DataError("refused: adapters of the head alone are not served; set train_attn or train_mlp")
+        seed = secrets.randbits(31) if config.seed is None else config.seed
+        if not 0 <= seed < 2**63:
+            raise DataError(f"out-of-range: seed = {seed}", field="seed")
+        return AdapterSpec(
+            rank=config.rank,
+            seed=seed,
+            attention=config.train_attn,
+            mlp=config.train_mlp,
+            unembed=config.train_unembed,
+        )
+
+    def info(self, model_id: str, user: str) -> dict[str, Any]:
+        """Return what get_info tells of a training client."""
+        client = self.client(model_id, user)
+        name = client.base.name
+        return {
+            "type": "get_info",
+            "model_id": client.id,
+            "model_name": name,
+            "model_data": {
+                "arch": type(client.base.loaded.module).__name__,
+                "model_name": name,
+                "tokenizer_id": name,
+            },
+            "is_lora": client.spec is not None,
+            "lora_rank": None if client.spec is None else client.spec.rank,
+        }
+
+    def train(self, request: wire.TrainRequest, user: str) -> str:
+        """Queue a forward or forward_backward; returns the request id."""
+
+        def run(model: TrainingModel) -> Answer:
+            loss = make_loss(request.loss_fn, request.config)
+            datums = wire.datums_of(
+                request, vocab_size=model.base.vocab_size, max_positions=model.base.max_positions
+            )
+            if request.forward_only:
+                logprobs = model.forward(datums)
+                value = sum(_loss_of(loss, d, x) for d, x in zip(datums, logprobs, strict=True))
+                return Answer(wire.train_response(logprobs, {"loss:sum": value}), protobuf=True)
+            logprobs, metrics = model.forward_backward(datums, loss)
+            return Answer(wire.train_response(logprobs, metrics), protobuf=True)
+
+        return self._step(request.model_id, request.seq_id, user, run)
+
+    def optim_step(self, request: types.OptimStepRequest, user: str) -> str:
+        """Queue an optimizer step; returns the request id."""
+        params = request.optim_params
+
+        def run(model: TrainingModel) -> Answer:
+            if not isinstance(params, types.AdamParams):
+                raise DataError(f"refused: optimizer {params.type!r} is not served; use AdamParams")
+            return _json({"metrics": model.optim_step(_adam(params))})
+
+        return self._step(request.model_id, request.seq_id, user, run)
+
+    def _step(
+        self, model_id: str, seq_id: int | None, user: str, run: Callable[[TrainingModel], Answer]
+    ) -> str:
+        """Queue the next request of a training client. A request that was sent again is not executed again:
+        it has the id of the first."""
+        client = self.client(model_id, user)
+        if seq_id is None or seq_id < 1:
+            raise DataError(f"out-of-range: seq_id = {seq_id}; the first request of a client has 1")
+        request_id = f"{client.id}:{seq_id}"
+        if seq_id <= client.last_seq:
+            if self.worker.find(request_id) is None:
+                raise Gone(f"unknown-name: the result of request {seq_id} of {client.id} is no longer kept")
+            return request_id
+        if seq_id != client.last_seq + 1:
+            raise DataError(
+                f"out-of-order: {client.id} expects request {client.last_seq + 1}, not {seq_id}; one before "
+                "it was lost, so nothing was executed",
+                expected=client.last_seq + 1,
+            )
+
+        def checked() -> Answer:
+            if client.model is None:
+                raise DataError(f"wrong-state: {client.id} could not be made; see its first request")
+            return run(client.model)
+
+        self._queue(Job(request_id, client.id, checked))
+        client.last_seq = seq_id
+        return request_id
+
+    def _queue(self, job: Job) -> str:
+        self.worker.submit(job)
+        return job.id
+
+    # checkpoints
+
+    def save(self, request: types.SaveWeightsRequest, user: str) -> str:
+        """Queue the saving of a training state; returns the request id."""
+        client = self.client(request.model_id, user)
+        name = checked_name(request.path or "")
+        about = self._about(client, request)
+
+        def run(model: TrainingModel) -> Answer:
+            saved = self.store.write(
+                client.id, "weights", name, about, fill=model.save, overwrite=request.overwrite
+            )
+            return _json({"path": saved.path, "type": "save_weights"})
+
+        return self._step(client.id, request.seq_id, user, run)
+
+    def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest, user: str) -> str:
+        """Queue the saving of weights to sample from; returns the request id."""
+        client = self.client(request.model_id, user)
+        if request.kind != "snapshot":
+            raise DataError(
+                f"refused: sampling clients of kind {request.kind!r} are not served; use snapshot"
+            )
+        name = None if request.path is None else checked_name(request.path)
+        number = request.sampling_session_seq_id
+        if name is None and number is None:
+            raise DataError("missing-field: path or sampling_session_seq_id is needed")
+        about = self._about(client, request)
+
+        def run(model: TrainingModel) -> Answer:
+            saved = self.store.write(
+                client.id,
+                "sampler_weights",
+                name,
+                about,
+                fill=lambda folder: model.save_weights(folder / WEIGHTS),
+            )
+            if name is not None:
+                return _json({"path": saved.path, "type": "save_weights_for_sampler"})
+            session = self._sessions[client.id.partition(":")[0]]
+            sampling = Sampling(f"{session.id}:sample:{number}", user, client.base, saved)
+            session.samplings[sampling.id] = sampling
+            return _json({"sampling_session_id": sampling.id, "type": "save_weights_for_sampler"})
+
+        return self._step(client.id, request.seq_id, user, run)
+
+    def _about(
+        self, client: Client, request: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
+    ) -> About:
+        ttl, now = request.ttl_seconds, time.time()
+        if ttl is not None and not _TTL[0] <= ttl <= _TTL[1]:
+            raise DataError(f"out-of-range: ttl_seconds = {ttl}; use {_TTL[0]} to {_TTL[1]}")
+        return About(
+            owner=client.user,
+            base_model=client.base.name,
+            adapters=None if client.spec is None else asdict(client.spec),
+            time=now,
+            expires_at=None if ttl is None else now + ttl,
+            user_metadata=dict(request.user_metadata or {}),
+        )
+
+    def load(self, request: types.LoadWeightsRequest, user: str) -> str:
+        """Queue the loading of a training state into a client, or into a new one; returns the request id."""
+        if request.weights_access_token is not None:
+            raise DataError("refused: weights_access_token is not served; use your own checkpoints")
+        saved = self.store.find(request.path, owner=user)
+        if saved.kind != "weights":
+            raise DataError(f"refused: {saved.path} has no training state; give the path of a save_state")
+        if request.optimizer_config is not None and request.optimizer_config.type != "adamw":
+            raise DataError(f"refused: optimizer {request.optimizer_config.type!r} is not served; use adamw")
+        adapters = saved.about.adapters
+        spec = None if adapters is None else AdapterSpec(**adapters)
+        if request.session_id is None or request.model_seq_id is None:
+            client = self.client(request.model_id or "", user)
+            if saved.about.base_model != client.base.name or _shape(spec) != _shape(client.spec):
+                raise DataError(f"other-model: {saved.path} has another base model or other adapters")
+            run = self._loading(client, saved, optimizer=request.optimizer)
+            return self._step(client.id, request.seq_id, user, lambda _: run())
+        session = self.session(request.session_id, user)
+        base = self._base(request.base_model or saved.about.base_model)
+        if base.name != saved.about.base_model:
+            raise DataError(f"other-model: {saved.path} is of {saved.about.base_model}, not {base.name}")
+        client = self._new_client(session, request.model_seq_id, base, spec)
+        if client.id in session.clients:
+            return _creation(client.id)
+        session.clients[client.id] = client
+        return self._queue(
+            Job(_creation(client.id), client.id, self._loading(client, saved, optimizer=request.optimizer))
+        )
+
+    def _loading(self, client: Client, saved: Checkpoint, *, optimizer: bool) -> Callable[[], Answer]:
+        def run() -> Answer:
+            client.model = TrainingModel.load(client.base, client.spec, saved.folder, optimizer=optimizer)
+            return _json({"path": saved.path, "model_id": client.id, "type": "load_weights"})
+
+        return run
+
+    # sampling
+
+    def create_sampling(self, request: types.CreateSamplingSessionRequest, user: str) -> Sampling:
+        """Open a sampling session for saved weights, or for a base model."""
+        session, number = self.session(request.session_id, user), request.sampling_session_seq_id
+        if not 0 <= number < 10**9:
+            raise DataError(f"out-of-range: sampling_session_seq_id = {number}")
+        if request.model_path is not None:
+            saved = self.store.find(request.model_path, owner=user)
+            if saved.kind != "sampler_weights":
+                raise DataError(f"refused: {saved.path} is not sampler weights; save_weights_for_sampler")
+            base, checkpoint = self._base(saved.about.base_model), saved
+        else:
+            base, checkpoint = self._base(request.base_model or ""), None
+        sampling = Sampling(f"{session.id}:sample:{number}", user, base, checkpoint)
+        return session.samplings.setdefault(sampling.id, sampling)
+
+    def sample(self, request: wire.SampleRequest, user: str) -> tuple[str, list[str]]:
+        """Queue a sample request; returns the request id and an id for each sequence."""
+        sampling = self.sampling(request.session_id, user)
+        if not 0 <= request.seq_id < 2**63:
+            raise DataError(f"out-of-range: seq_id = {request.seq_id}")
+        request_id = f"{sampling.id}:{request.seq_id}"
+        sequence_ids = [f"{request_id}:{index}" for index in range(request.n)]
+        if self.worker.find(request_id) is not None:
+            return request_id, sequence_ids
+        prompt = torch.tensor(request.prompt, dtype=torch.int64).numpy()
+        wire.check_tokens(prompt, "prompt", vocab_size=sampling.base.vocab_size)
+        room = sampling.base.max_positions - len(prompt)
+        if not len(prompt) or room < 1:
+            raise DataError(
+                f"too-long: the prompt has {len(prompt)} tokens; the model takes 1 to "
+                f"{sampling.base.max_positions - 1}",
+                found=len(prompt),
+            )
+        limit = min(request.sampling.max_tokens or room, room)
+        request = dataclasses.replace(
+            request, sampling=dataclasses.replace(request.sampling, max_tokens=limit)
+        )
+        self._queue(Job(request_id, sampling.id, batch=_kind(sampling), payload=(sampling, request)))
+        return request_id, sequence_ids
+
+    def _sample_together(self, jobs: Sequence[Job]) -> list[Answer | LockstepError]:
+        """Sample the requests of one sampling session, or of sessions with the same weights."""
+        sampling: Sampling = jobs[0].payload[0]
+        sampler = self._sampler(sampling)
+        if (saved := sampling.checkpoint) is not None:
+            sampler.activate(saved.folder / WEIGHTS, written=saved.about.time)
+        requests: list[wire.SampleRequest] = [job.payload[1] for job in jobs]
+        groups = sampler.generate(
+            [
+                GenerationRequest(
+                    prompt_token_ids=request.prompt,
+                    sampling=request.sampling,
+                    seeds=tuple(self._seed(job.id, request, index) for index in range(request.n)),
+                )
+                for job, request in zip(jobs, requests, strict=True)
+            ]
+        )
+        return [_sampled(sampler, request, group) for request, group in zip(requests, groups, strict=True)]
+
+    def _seed(self, request_id: str, request: wire.SampleRequest, index: int) -> int:
+        """A sample's noise is a function of its request's seed; without one, of this server and request."""
+        source = f"{self._salt} {request_id}" if request.seed is None else f"seed {request.seed}"
+        digest = hashlib.blake2b(f"{source} {index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def _sampler(self, sampling: Sampling) -> Sampler:
+        full = sampling.checkpoint is not None and sampling.spec is None
+        key = (sampling.base.name, _shape(sampling.spec), full)
+        if key not in self._samplers:
+            while len(self._samplers) >= MOST_SAMPLERS:
+                self._samplers.popitem(last=False)[1].close()
+            self._samplers[key] = Sampler(sampling.base, sampling.spec, own=full)
+        self._samplers.move_to_end(key)
+        return self._samplers[key]
+
+    # results
+
+    def job(self, request_id: str, user: str) -> Job:
+        """Return a request of this user by its id. Raises Gone."""
+        session = self._sessions.get(request_id.partition(":")[0])
+        found = None if session is None or session.user != user else self.worker.find(request_id)
+        if found is None:
+            raise Gone(f"unknown-name: there is no request {request_id[:120]!r}, or no longer")
+        return found
+
+
+def _sampled(sampler: Sampler, request: wire.SampleRequest, group: Sequence[Completion]) -> Answer:
+    sequences = []
+    for completion in group:
+        logprobs = torch.tensor(completion.logprobs, dtype=torch.float32)
+        # The engine's are of the logits it drew from; the API's are at temperature 1, which greedy counts as.
+        if request.sampling.temperature not in (0.0, 1.0):
+            whole = (*completion.prompt_token_ids, *completion.token_ids)
+            logprobs = sampler.score(whole)[len(completion.prompt_token_ids) - 1 :]
+        stopped = completion.finish_reason == "stop"
+        sequences.append(wire.Sampled(token_ids=completion.token_ids, logprobs=logprobs, stopped=stopped))
+    return Answer(wire.sample_response(sequences, _prompt_logprobs(sampler, request)), protobuf=True)
+
+
+def _prompt_logprobs(sampler: Sampler, request: wire.SampleRequest) -> Tensor | None:
+    """[P] float32: NaN for the first token, and for those that are not asked for."""
+    if request.prompt_logprobs == 0:
+        return None
+    values = torch.full((len(request.prompt),), math.nan)
+    if len(request.prompt) > 1:
+        values[1:] = sampler.score(request.prompt)
+    if request.prompt_logprobs > 0:
+        values[: len(values) - request.prompt_logprobs] = math.nan
+    return values
+
+
+def _loss_of(loss: ServedLoss, datum: wire.Datum, logprobs: Tensor) -> float:
+    """The loss of a document whose logprobs [L] were computed without gradients."""
+    values = logprobs.cpu()
+    return float(loss(values, values, document(datum), slice(0, len(values))).loss)
+
+
+def _adam(params: types.AdamParams) -> AdamSettings:
+    values = params.model_dump()
+    settings = AdamSettings(**{field.name: values[field.name] for field in dataclasses.fields(AdamSettings)})
+    checks = {
+        "learning_rate": settings.learning_rate >= 0,
+        "beta1": 0 <= settings.beta1 < 1,
+        "beta2": 0 <= settings.beta2 < 1,
+        "eps": settings.eps > 0,
+        "weight_decay": settings.weight_decay >= 0,
+        "grad_clip_norm": settings.grad_clip_norm >= 0,
+    }
+    for name, good in checks.items():
+        if not good or not math.isfinite(values[name]):
+            raise DataError(f"out-of-range: {name} = {values[name]}", field=name)
+    return settings
+
+
+def _shape(spec: AdapterSpec | None) -> AdapterSpec | None:
+    return None if spec is None else spec.shape
+
+
+def _kind(sampling: Sampling) -> str:
+    """Requests with the same weights may be sampled together."""
+    return f"{sampling.base.name} {'' if sampling.checkpoint is None else sampling.checkpoint.path}"
+
+
+def _creation(client_id: str) -> str:
+    """The request that makes a client."""
+    return f"{client_id}:0"
+
+
+def _json(value: dict[str, Any]) -> Answer:
+    return Answer(json.dumps(value).encode())

@@ -1,0 +1,202 @@
+"""The run directory of a server: tokens, and checkpoints that outlive it.
+
+tokens.json                             user -> token, readable by its owner alone
+models/MODEL/weights/NAME/              a training state (train/state), and about.json
+models/MODEL/sampler_weights/NAME/      weights.safetensors, and about.json
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.common_errors import cannot_write
+from lockstep.errors import CheckpointError, DataError
+from lockstep.observe.files import parse_json, read_json, sync_folder, write_json
+
+Kind = Literal["weights", "sampler_weights"]
+WEIGHTS = "weights.safetensors"
+_ABOUT, _TOKENS = "about.json", "tokens.json"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", re.ASCII)
+_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)", re.ASCII)
+_MODEL = re.compile(r"s-[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
+_EPHEMERAL = "ephemeral-"
+_KEPT_EPHEMERAL = 8
+"""Unnamed sampler weights that are kept for each model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """What a checkpoint is."""
+
+    owner: str
+    base_model: str
+    adapters: Mapping[str, Any] | None
+    """Fields of AdapterSpec; None: all weights are trained."""
+    time: float
+    expires_at: float | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over: it is then as if it did not exist."""
+        return self.expires_at is not None and self.expires_at < time.time()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint in the run directory."""
+
+    model_id: str
+    kind: Kind
+    name: str
+    folder: Path
+    about: About
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+    def size(self) -> int:
+        """Bytes of its files."""
+        return sum(f.stat().st_size for f in self.folder.iterdir() if f.is_file())
+
+
+class Store:
+    """See the module.
+
+    Raises:
+        OSError: the directory cannot be made or read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def tokens(self, users: Sequence[str]) -> dict[str, str]:
+        """Return a token for each user: those of earlier starts, and new ones."""
+        path = self.directory / _TOKENS
+        known: dict[str, str] = dict(read_json(path, CheckpointError)) if path.exists() else {}
+        missing = [user for user in users if user not in known]
+        known |= {user: f"tml-{secrets.token_urlsafe(32)}" for user in missing}
+        if missing:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(handle, "w") as file:
+                os.fchmod(file.fileno(), 0o600)
+                json.dump(known, file, indent=1)
+        return {user: known[user] for user in users}
+
+    def write(
+        self,
+        model_id: str,
+        kind: Kind,
+        name: str | None,
+        about: About,
+        *,
+        fill: Callable[[Path], None],
+        overwrite: bool = False,
+    ) -> Checkpoint:
+        """Write a checkpoint: it is there as a whole, or not at all.
+
+        Args:
+            name: None: unnamed, and removed when the model has newer ones.
+            fill: writes the files into an empty folder.
+
+        Raises:
+            DataError: there is one of that name.
+            CheckpointError: the disk is full, or the like.
+        """
+        parent = self.directory / "models" / model_id / kind
+        parent.mkdir(parents=True, exist_ok=True)
+        unnamed = name is None
+        name = f"{_EPHEMERAL}{time.time_ns():020d}" if name is None else checked_name(name)
+        folder = parent / name
+        if folder.exists() and not overwrite:
+            raise DataError(f"already-exists: {model_id} has {kind}/{name}; take another name", name=name)
+        building = parent / f".{secrets.token_hex(8)}"
+        building.mkdir()
+        try:
+            fill(building)
+            write_json(building / _ABOUT, asdict(about))
+            sync_folder(building)
+            if folder.exists():
+                shutil.rmtree(folder)
+            building.rename(folder)
+        except BaseException as error:
+            shutil.rmtree(building, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise cannot_write(CheckpointError, folder, error, "make room in --dir") from error
+            raise
+        sync_folder(parent)
+        if unnamed:
+            for old in sorted(parent.glob(f"{_EPHEMERAL}*"))[:-_KEPT_EPHEMERAL]:
+                shutil.rmtree(old)
+        return Checkpoint(model_id, kind, name, folder, about)
+
+    def find(self, path: str, *, owner: str) -> Checkpoint:
+        """Return the checkpoint of a tinker:// path.
+
+        Raises:
+            DataError: it does not exist, has expired, or belongs to somebody else: one error for all three.
+        """
+        missing = DataError(f"no-such-file: there is no checkpoint {path[:200]!r}", path=path[:200])
+        match = _PATH.fullmatch(path)
+        if match is None or not _MODEL.fullmatch(match[1]) or not _NAME.fullmatch(match[3]):
+            raise missing
+        kind: Kind = "weights" if match[2] == "weights" else "sampler_weights"
+        folder = self.directory / "models" / match[1] / kind / match[3]
+        about = _about(folder)
+        if about is None or about.owner != owner or about.expired:
+            raise missing
+        return Checkpoint(match[1], kind, match[3], folder, about)
+
+    def of_model(self, model_id: str, *, owner: str) -> list[Checkpoint]:
+        """Return a model's named checkpoints that `owner` may see, oldest first."""
+        if not _MODEL.fullmatch(model_id):
+            return []
+        found = []
+        kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
+        for kind in kinds:
+            folder = self.directory / "models" / model_id / kind
+            for entry in folder.iterdir() if folder.is_dir() else ():
+                about = _about(entry) if _NAME.fullmatch(entry.name) else None
+                named = not entry.name.startswith(_EPHEMERAL)
+                if about and about.owner == owner and named and not about.expired:
+                    found.append(Checkpoint(model_id, kind, entry.name, entry, about))
+        return sorted(found, key=lambda one: one.about.time)
+
+    def delete(self, path: str, *, owner: str) -> None:
+        """Remove a checkpoint. Raises DataError: see `find`."""
+        shutil.rmtree(self.find(path, owner=owner).folder)
+
+
+def checked_name(name: str) -> str:
+    """Return a checkpoint's name. Raises DataError: it is not one."""
+    if not _NAME.fullmatch(name) or name.startswith(_EPHEMERAL):
+        raise DataError(
+            f"bad-file-name: {name[:80]!r} cannot name a checkpoint; use letters, digits, '.', '_' and '-', "
+            "at most 128",
+            name=name[:80],
+        )
+    return name
+
+
+def same(given: str, token: str) -> bool:
+    """Compare tokens in constant time."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
+
+
+def _about(folder: Path) -> About | None:
+    path = folder / _ABOUT
+    if not path.is_file():
+        return None
+    return About(**parse_json(path.read_bytes(), str(path), CheckpointError))

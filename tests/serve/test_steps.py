@@ -1,0 +1,143 @@
+"""Steps by the API are the train backend's own, and clients do not change each other's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+tinker = pytest.importorskip("tinker", reason="the client of the API; `pip install lockstep-rl[serve]`")
+types = tinker.types
+SECONDS, STEPS = 240, 20
+ADAM = {"learning_rate": 0.003, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
+
+
+def rollouts(step: int) -> list[tuple[list[int], list[float], list[float]]]:
+    """Tokens, and for each but the first a logprob and an advantage; 3 tokens are the prompt."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for length in (9, 12):
+        tokens = torch.randint(3, 256, (length,), generator=generator).tolist()
+        logprobs = [0.0, 0.0, *(-5.5 - torch.rand(length - 3, generator=generator)).tolist()]
+        advantage = float(torch.randn((), generator=generator))
+        found.append((tokens, logprobs, [0.0, 0.0, *[advantage] * (length - 3)]))
+    return found
+
+
+def datums(step: int) -> list[Any]:
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={
+                "target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[len(tokens) - 1]),
+                "logprobs": types.TensorData(data=logprobs, dtype="float32", shape=[len(logprobs)]),
+                "advantages": types.TensorData(data=advantages, dtype="float32", shape=[len(advantages)]),
+            },
+        )
+        for tokens, logprobs, advantages in rollouts(step)
+    ]
+
+
+def train(client: Any, steps: range) -> list[float]:
+    """Returns the gradient norms."""
+    norms = []
+    for step in steps:
+        client.forward_backward(datums(step), "ppo")
+        answer = client.optim_step(types.AdamParams(**ADAM, grad_clip_norm=1.0)).result(SECONDS)
+        norms.append(answer.metrics["grad_norm"])
+    return norms
+
+
+def weights(served: Any, client: Any, name: str) -> dict[str, torch.Tensor]:
+    """The trained weights, from the file that a sampler reads."""
+    from safetensors.torch import load_file
+
+    client.save_weights_for_sampler(name).result(SECONDS)
+    folder = served.store.directory / "models" / client.model_id / "sampler_weights" / name
+    return load_file(folder / "weights.safetensors")
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def by_the_backend() -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same steps by LocalBackend and the loss of `lockstep train`: GRPO's PPO clip over completion tokens
+    alone, advantages given, every token with weight 1."""
+    from lockstep.algorithms.policy_loss import PolicyLoss
+    from lockstep.config.algorithm import GRPOConfig
+    from lockstep.packing import pack
+    from lockstep.schema.batch import PolicyBatch, RolloutSample, policy_samples
+    from lockstep.serve.models import AdapterSpec, BaseModel
+    from lockstep.train.local import LocalBackend
+
+    base = BaseModel("tiny", "shape:tiny-qwen3", device=torch.device("cpu"), dtype="float32")
+    model = base.copy(AdapterSpec(rank=4, seed=7), trains=True)
+    config = base.train_config.model_copy(
+        update={
+            "lr": ADAM["learning_rate"],
+            "betas": (ADAM["beta1"], ADAM["beta2"]),
+            "eps": ADAM["eps"],
+            "weight_decay": ADAM["weight_decay"],
+            "max_grad_norm": 1.0,
+        }
+    )
+    backend = LocalBackend(config, model=model, total_steps=STEPS)
+    loss, norms = PolicyLoss(GRPOConfig(name="grpo", clip_low=0.2, clip_high=0.2).resolved()), []
+    for step in range(STEPS):
+        batches = []
+        for tokens, logprobs, advantages in rollouts(step):
+            mask = torch.tensor([False, False, *[True] * (len(tokens) - 3), False])
+            old = torch.tensor([*logprobs, 0.0])
+            rollout = RolloutSample(token_ids=torch.tensor(tokens), loss_mask=mask, rollout_logprobs=old)
+            sample = policy_samples([rollout], [torch.tensor([*advantages, 0.0])])
+            packed = PolicyBatch.of(pack(sample, [torch.ones(len(tokens))]))
+            batches.append(with_old(packed, old))
+        backend.forward_backward(batches, loss)
+        norms.append(backend.optimizer_step()["grad_norm"])
+    named = {n: p.detach() for n, p in model.module.named_parameters() if p.requires_grad}
+    return named, norms
+
+
+def with_old(batch: Any, old: torch.Tensor) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(batch, old_logprobs=old)
+
+
+def test_twenty_steps_are_the_backends_to_the_bit(served: Any, service: Any) -> None:
+    client = service.create_lora_training_client("tiny", rank=4, seed=7).result()
+    norms = train(client, range(STEPS))
+    expected, expected_norms = by_the_backend()
+    assert norms == expected_norms and all(norm > 0 and math.isfinite(norm) for norm in norms)
+    assert equal(weights(served, client, "twenty"), expected)
+
+
+def test_two_clients_at_once_train_as_each_alone(served: Any, service: Any) -> None:
+    other = tinker.ServiceClient(base_url=served.url, api_key=served.tokens["bob"])
+    alone = service.create_lora_training_client("tiny", rank=4, seed=7).result()
+    train(alone, range(3))
+    both = [
+        user.create_lora_training_client("tiny", rank=rank, seed=7).result()
+        for user, rank in ((service, 4), (other, 8))
+    ]
+    for step in range(3):
+        for client, shift in zip(both, (0, 50), strict=True):
+            client.forward_backward(datums(step + shift), "ppo")
+        for client in both:
+            client.optim_step(types.AdamParams(**ADAM, grad_clip_norm=1.0)).result(SECONDS)
+    assert equal(weights(served, both[0], "together"), weights(served, alone, "alone"))
+    assert not equal(weights(served, both[0], "again"), weights(served, both[1], "bobs"))
+
+
+def test_chunks_of_a_call_never_change_bits(served: Any, service: Any) -> None:
+    whole, split = (service.create_lora_training_client("tiny", rank=4, seed=7).result() for _ in range(2))
+    data = [*datums(0), *datums(1)]
+    whole.forward_backward(data, "cispo")
+    for one in data:
+        split.forward_backward([one], "cispo")
+    for client in (whole, split):
+        client.optim_step(types.AdamParams(**ADAM)).result(SECONDS)
+    assert equal(weights(served, whole, "whole"), weights(served, split, "split"))

@@ -1,0 +1,102 @@
+"""What a server leaves in its run directory."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raising import raises
+
+from lockstep.errors import CheckpointError, DataError
+from lockstep.serve.store import About, Store
+
+MODEL = f"s-{'0' * 32}:train:0"
+
+
+def about(owner: str = "ada", **fields: Any) -> About:
+    return About(owner=owner, base_model="tiny", adapters=None, time=1.0, **fields)
+
+
+def filled(folder: Path) -> None:
+    (folder / "file").write_text("x")
+
+
+def test_tokens_are_private_and_stay(tmp_path: Path) -> None:
+    first = Store(tmp_path / "run").tokens(["ada"])
+    assert first["ada"].startswith("tml-") and len(first["ada"]) > 40
+    assert stat.S_IMODE((tmp_path / "run" / "tokens.json").stat().st_mode) == 0o600
+    both = Store(tmp_path / "run").tokens(["bob", "ada"])
+    assert both["ada"] == first["ada"] != both["bob"]
+    assert Store(tmp_path / "run").tokens(["bob"]) == {"bob": both["bob"]}
+
+
+def test_checkpoints_belong_to_their_owner_until_they_expire(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    path = store.write(MODEL, "weights", "one", about(), fill=filled).path
+    assert path == f"tinker://{MODEL}/weights/one"
+    assert Store(tmp_path).find(path, owner="ada").about == about()
+    with raises(DataError, "no-such-file: there is no checkpoint", path=path):
+        store.find(path, owner="bob")
+    with raises(DataError, "already-exists: take another name", name="one"):
+        store.write(MODEL, "weights", "one", about(), fill=filled)
+    late = store.write(MODEL, "weights", "late", about(expires_at=2.0), fill=filled).path
+    with raises(DataError, "no-such-file: there is no checkpoint", path=late):
+        store.find(late, owner="ada")
+    assert [one.name for one in store.of_model(MODEL, owner="ada")] == ["one"]
+    store.delete(path, owner="ada")
+    assert store.of_model(MODEL, owner="ada") == []
+
+
+def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def fails(folder: Path) -> None:
+        filled(folder)
+        raise OSError("disk full")
+
+    path = store.write(MODEL, "weights", "one", about(), fill=filled).path
+    with raises(CheckpointError, "cannot-write: disk full"):
+        store.write(MODEL, "weights", "one", about("bob"), fill=fails, overwrite=True)
+    assert store.find(path, owner="ada").about.owner == "ada"
+    assert [entry.name for entry in (tmp_path / "models" / MODEL / "weights").iterdir()] == ["one"]
+
+
+def test_few_unnamed_weights_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    written = [store.write(MODEL, "sampler_weights", None, about(), fill=filled) for _ in range(10)]
+    assert [one.folder.exists() for one in written] == [False] * 2 + [True] * 8
+
+
+def test_a_server_started_again_has_what_was_saved_and_no_more(served: Any, service: Any) -> None:
+    import tinker
+
+    from lockstep.serve.app import Server
+    from lockstep.serve.service import Service
+
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    path = client.save_state("kept").result(240).path
+    store = Store(served.store.directory)
+    again = Server(Service(list(served.bases), store), store.tokens(["ada"]), port=0)
+    ready = threading.Event()
+    thread = threading.Thread(target=again.run, args=(ready.set,), daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    try:
+        later = tinker.ServiceClient(base_url=again.url, api_key=served.tokens["ada"])
+        loaded = later.create_training_client_from_state_with_optimizer(path).result()
+        assert (loaded.get_info().lora_rank, loaded.get_info().model_name) == (2, "tiny")
+        old = client.model_id
+        with pytest.raises(tinker.NotFoundError, match="start from the last saved state"):
+            later.holder.run_coroutine_threadsafe(_info(later.holder, old)).result()
+    finally:
+        again.stop()
+        thread.join(60)
+
+
+async def _info(holder: Any, model_id: str) -> Any:
+    from tinker.lib.public_interfaces.training_client import fetch_training_info
+
+    return await fetch_training_info(holder, model_id)
