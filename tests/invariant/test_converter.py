@@ -14,7 +14,7 @@ from lockstep.errors import ModelError
 from lockstep.invariant.modules import STOCK, InvariantLinear, InvariantMLP, InvariantNorm, InvariantRotary
 from lockstep.invariant.row_ops import TILES
 from lockstep.invariant.selftest import _apply
-from lockstep.models.architectures import SUPPORTED
+from lockstep.models.architectures import ARCHITECTURES
 from lockstep.models.lora import add_lora, without_lora
 
 LAYERS = {
@@ -38,7 +38,7 @@ def run(module):
 
 
 def test_every_supported_architecture_is_here():
-    assert set(CONFIGS) == set(SUPPORTED) == set(LAYERS)
+    assert set(CONFIGS) == set(ARCHITECTURES) == set(LAYERS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
