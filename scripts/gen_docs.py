@@ -277,7 +277,10 @@ def support_page() -> str:
                     (
                         (
                             *(f"`{name}`", place, keys),
-                            *("yes" if place in of else "no" for of in (engine.pauses, engine.partial_rollouts)),
+                            *(
+                                "yes" if place in of else "no"
+                                for of in (engine.pauses, engine.partial_rollouts)
+                            ),
                         )
                         for name, engine in engines().items()
                         for place, keys in engine.waiting_keys.items()

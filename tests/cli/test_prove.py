@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from lockstep.cli import prove
 from lockstep.errors import ModelError
 from lockstep.models import admission
+from lockstep.models.architectures import ARCHITECTURES
 from lockstep.models.shape_table import SHAPES
 
 
@@ -48,15 +49,40 @@ def test_a_model_without_a_record_is_generic(capsys, tmp_path):
     assert "set engine.name = 'hf'" in refused["decoded by engine native"]
 
 
-def test_a_model_that_computes_something_else_fails_with_the_first_row(capsys, tmp_path):
-    """Nemotron's layers keep the arguments of attention to themselves; cohere scales logits."""
-    name = folder(tmp_path / "m", "cohere", logit_scale=0.5)
+def test_a_model_that_computes_something_else_fails_with_the_first_row(capsys, tmp_path, monkeypatch):
+    """Without its record nobody scales the logits of a Cohere 2."""
+    monkeypatch.delitem(ARCHITECTURES, "cohere2")
+    name = folder(tmp_path / "m", "cohere2", logit_scale=0.5)
     assert prove.main([name]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "(cohere, generic): fails: alone (sdpa): the logprob of a token" in last
+    assert "(cohere2, generic): fails: alone (sdpa): the logprob of a token" in last
     assert "allowed 0.0001" in last
     with raises(ModelError, "unsupported-model: alone (sdpa)"):
         admission.admit(AutoConfig.from_pretrained(name), name=name)
+
+
+def test_a_model_that_cannot_run_packed_fails(capsys, tmp_path):
+    """Nemotron's layers keep the arguments of attention to themselves."""
+    name = folder(tmp_path / "m", "nemotron", hidden_act="relu2")
+    assert prove.main([name]) == 1
+    assert "fails: forward: attention implementation" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "unsupported-model: quantised weights"),
+        ({"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}, "cannot-read: trust_remote_code"),
+        ({"attention_dropout": 0.5}, "unsupported-model: attention_dropout = 0.5"),
+        ({"model_type": "nothing"}, "cannot-read: nothing"),
+    ],
+)
+def test_what_is_refused_before_any_row(changes, match, tmp_path):
+    name = folder(tmp_path / "m", "llama")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with raises(ModelError, match):
+        prove.main([name])
 
 
 @pytest.mark.exhaustive

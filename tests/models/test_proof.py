@@ -1,6 +1,9 @@
 """The proof finds planted differences; records say what is true; one can be added from outside."""
 
+import ast
 import dataclasses
+import importlib
+import inspect
 import subprocess
 import sys
 import textwrap
@@ -10,8 +13,11 @@ import torch
 from raising import raises
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from lockstep.errors import ModelError
+from lockstep.invariant.forms import GatedMLP, RMSNorm, Rotary
 from lockstep.models import admission, proof_rows
 from lockstep.models.admission import admit, check_proof
 from lockstep.models.architectures import ARCHITECTURES, check_architecture
@@ -45,11 +51,37 @@ def test_modes_hold_or_are_refused_as_the_record_says(name, mode):
         with raises(ModelError, "not-batch-invariant: no row-invariant form"):
             MODES[mode](small)
         return
-    if mode == "value head" and small.model_type in {"granite", "cohere2"}:
+    if mode == "value head" and small.model_type in {"granite", "cohere", "cohere2"}:
         with raises(ModelError, "unsupported-model: "):
             MODES[mode](small)
         return
     assert max(gap.size for gap in MODES[mode](small)) <= 1e-5
+
+
+GEMMA = RMSNorm(epsilon="eps", unit_offset=True)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_form_is_the_code_of_the_class(name):
+    """transformers repeats the same code in each family; Llama's and Gemma 3's are compared by their numbers
+    (tests/invariant)."""
+    package = "gemma3" if name == "gemma3_text" else name
+    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    known = {
+        RMSNorm(): LlamaRMSNorm,
+        GatedMLP(): LlamaMLP,
+        Rotary(): LlamaRotaryEmbedding,
+        GEMMA: Gemma3RMSNorm,
+    }
+    for label, form in ARCHITECTURES[name].forms.items():
+        if form in known and label not in ("Gemma3RotaryEmbedding",):
+            assert body(getattr(module, label)) == body(known[form]), label
+
+
+def body(part):
+    """The statements of a class's forward, without its docstring."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(part.forward))).body
+    return [ast.dump(statement) for statement in function.body]
 
 
 # Planted differences: what our side computes is changed, transformers' is not.

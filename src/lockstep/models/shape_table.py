@@ -149,6 +149,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "logit_scale": 0.25,
         "tie_word_embeddings": True,
     },
+    "tiny-cohere": _TINY
+    | {"model_type": "cohere", "logit_scale": 0.25, "use_qk_norm": True, "tie_word_embeddings": True},
+    "tiny-gemma": _TINY | {"model_type": "gemma", "tie_word_embeddings": True},
+    "tiny-glm": _TINY | {"model_type": "glm", "attention_bias": True, "tie_word_embeddings": False},
+    "tiny-exaone4": _TINY
+    | {
+        "model_type": "exaone4",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    },
+    "tiny-helium": _TINY | {"model_type": "helium", "tie_word_embeddings": False},
+    "tiny-ministral": _TINY
+    | {
+        "model_type": "ministral",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    },
+    "tiny-seed-oss": _TINY
+    | {
+        "model_type": "seed_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "tie_word_embeddings": False,
+    },
     "tiny-glm4": _TINY | {"model_type": "glm4", "attention_bias": True, "tie_word_embeddings": False},
     "tiny-gpt-neox": {key: _TINY[key] for key in _TINY.keys() - {"num_key_value_heads", "head_dim"}}
     | {"model_type": "gpt_neox", "tie_word_embeddings": False},
