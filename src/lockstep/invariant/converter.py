@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.errors import ModelError
 from lockstep.invariant import modules as parts
+from lockstep.invariant.forms import FORMS, GatedMLP, RMSNorm, Rotary
 from lockstep.invariant.modules import Invariant, InvariantLinear
 from lockstep.invariant.selftest import Verdict, self_test
 
@@ -83,7 +84,7 @@ def convert(
         elif kind == "adapted linear":
             parts.swap_adapted(part)
         elif kind == "rms_norm":
-            parts.swap_norm(part)
+            parts.swap_norm(part, FORMS[type(part).__name__])  # type: ignore[arg-type]
         elif kind == "mlp":
             parts.swap_mlp(part, _activation(name, part))
         else:
@@ -160,14 +161,15 @@ def _kind(name: str, part: nn.Module) -> str | None:
     if hasattr(part, "lora_A"):
         _check_adapters(name, part)
         return "adapted linear"
-    if label in parts.NORMS:
-        return "rms_norm"
-    if label in parts.MLPS:
-        _activation(name, part)
-        return "mlp"
-    if label in parts.ROTARY:
-        _check_rotary(name, part)
-        return "rotary"
+    match FORMS.get(label):
+        case RMSNorm():
+            return "rms_norm"
+        case GatedMLP():
+            _activation(name, part)
+            return "mlp"
+        case Rotary():
+            _check_rotary(name, part)
+            return "rotary"
     if isinstance(part, nn.Dropout) and part.p == 0.0:
         return None
     if label.endswith(_CONTAINERS) or label.endswith(_EXACT):

@@ -19,7 +19,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.models import lora, shapes
 from lockstep.models.architectures import (
-    SUPPORTED,
+    ARCHITECTURES,
     causal_lm,
     check_architecture,
     silence_transformers,
@@ -405,7 +405,7 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             f"cannot-read: model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
             f"{printable(str(error))}){hint}"
         ) from error
-    if hf_config.model_type in SUPPORTED:
+    if hf_config.model_type in ARCHITECTURES:
         check_sizes(folder, hf_config, name=config.name)
     return hf_config
 

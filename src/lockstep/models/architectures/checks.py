@@ -1,0 +1,176 @@
+"""Which configs train packed, and why others do not; their options, as the modelling code reads them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ModelError
+from lockstep.models.architectures.record import SIZES
+from lockstep.models.architectures.registry import ARCHITECTURES
+
+log = logging.getLogger(__name__)
+
+_SHARED = frozenset({"is_causal"})
+"""The keys that transformers' masking code reads for every architecture."""
+
+ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
+"""Rotary embeddings whose frequencies are the same for every document."""
+_LENGTH_DEPENDENT = {
+    "longrope": (
+        "its frequencies change for the whole batch once a document is longer than "
+        "original_max_position_embeddings, so a document's numbers depend on its neighbours; choose a "
+        "model with a different rotary embedding"
+    ),
+    "dynamic": (
+        "its frequencies depend on the longest document of a batch, so a document's numbers depend on its "
+        "neighbours; for documents within max_position_embeddings it equals 'default', so set that in the "
+        "config.json of a copy of the folder"
+    ),
+}
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+def check_architecture(config: Any) -> None:
+    """Refuse, with a reason, a transformers config that cannot train packed; warn of keys that its
+    architecture does not read. One without a record is left to its proof (lockstep.models.admission).
+
+    Raises:
+        ModelError: unsupported setting.
+    """
+    if (text := config.get_text_config()) is not config:
+        raise ModelError(
+            f"unsupported-model: architecture {config.model_type!r} is not supported: it is a multimodal "
+            f"wrapper; load its text model ({text.model_type})"
+        )
+    _check_options(config)
+    check_rope(config)
+    if unread := foreign_options(config):
+        log.warning(
+            "config.json has %s, which architecture %s does not read; it is ignored, as in transformers",
+            ", ".join(f"{key} = {value!r}" for key, value in unread.items()),
+            config.model_type,
+        )
+
+
+def _check_options(config: Any) -> None:
+    for key, value in unknown_options(config).items():
+        why = f"transformers reads it, but Lockstep's record of {config.model_type} does not know it"
+        raise _unsupported(f"{key} = {value!r}", f"{why}; remove it, or use the published file")
+    dropouts = [key for key in reads_of(config) if "dropout" in key or key.endswith("_pdrop")]
+    for name in sorted({*dropouts} - {"classifier_dropout"}):
+        if dropout := getattr(config, name, 0.0):
+            why = "Lockstep's attention kernels have no dropout, and it trains without; set it to 0.0"
+            raise _unsupported(f"{name} = {dropout}", why)
+    if (cap := option(config, "attn_logit_softcapping")) is not None:
+        raise _unsupported(f"attn_logit_softcapping = {cap}", "flash kernels cannot soft-cap scores")
+    if option(config, "use_bidirectional_attention"):
+        raise _unsupported("use_bidirectional_attention", "attention here is causal")
+    if not option(config, "is_causal", True):
+        raise _unsupported("is_causal = false", "attention here is causal")
+    kinds = option(config, "layer_types") or ()
+    if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
+        raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(_LAYER_KINDS)}")
+
+
+def unknown_options(config: Any) -> dict[str, Any]:
+    """Return the keys of config.json, other than by default, that transformers reads and the record does not
+    know: a newer transformers than the record may have some."""
+    record = ARCHITECTURES.get(config.model_type)
+    if record is None:
+        return {}
+    unknown = modelling_reads(type(config)) - record.reads
+    changed = config.to_diff_dict()
+    return {key: changed[key] for key in sorted(unknown & changed.keys())}
+
+
+def _unsupported(what: str, why: str) -> ModelError:
+    return ModelError(f"unsupported-model: {what} in the model's config.json: {why}")
+
+
+def check_rope(config: Any) -> None:
+    """Refuse rotary embeddings with which a token's numbers depend on the length of other documents.
+
+    Raises:
+        ModelError: names the variant.
+    """
+    for rope in rope_parameters(config):
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        if kind in ROPES:
+            continue
+        reason = _LENGTH_DEPENDENT.get(kind, "no test covers it")
+        raise _unsupported(f"rope_type = {kind!r}", f"{reason}. Supported: {', '.join(sorted(ROPES))}")
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary embeddings of a config: one, or one for each kind of layer."""
+    value = getattr(config.get_text_config(), "rope_parameters", None)
+    if not isinstance(value, dict):
+        return []
+    nested = [rope for rope in value.values() if isinstance(rope, dict)]
+    return [value, *nested] if "rope_type" in value or not nested else nested
+
+
+def reads_of(config: Any) -> frozenset[str]:
+    """Return the config keys that the modelling code of its architecture reads."""
+    record = ARCHITECTURES.get(config.model_type)
+    return modelling_reads(type(config)) if record is None else record.reads
+
+
+def modelling_reads(config_class: type[Any]) -> frozenset[str]:
+    """Return every NAME in `config.NAME` and `getattr(config, "NAME")` of the modelling file beside a config
+    class; empty: there is no such file."""
+    source = Path(inspect.getfile(config_class))
+    source = source.with_name(source.name.replace("configuration_", "modeling_", 1))
+    if not source.name.startswith("modeling_") or not source.is_file():
+        return frozenset()
+    return frozenset(name for name in _reads_in(source) if not callable(getattr(config_class, name, None)))
+
+
+@functools.cache
+def _reads_in(source: Path) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+    return frozenset(name for node in nodes if (name := _read_of_config(node)) and name[0] != "_")
+
+
+def _read_of_config(node: ast.AST) -> str | None:
+    def is_config(value: ast.AST) -> bool:
+        return "config" in (getattr(value, "id", None), getattr(value, "attr", None))
+
+    match node:
+        case ast.Attribute(value=value, attr=name) if is_config(value):
+            return name
+        case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]) if (
+            is_config(value)
+        ):
+            return name
+    return None
+
+
+def option(config: Any, name: str, default: Any = None) -> Any:
+    """A value of config.json, if the modelling code of its architecture reads it; else `default`."""
+    return getattr(config, name, default) if name in reads_of(config) | _SHARED else default
+
+
+def foreign_options(config: Any) -> dict[str, Any]:
+    """Return the keys of config.json that another architecture reads, and this one does not."""
+    known = frozenset().union(*(record.reads for record in ARCHITECTURES.values())) - SIZES
+    keys = known - reads_of(config) - {"hidden_act", "hidden_activation", "num_labels", "tie_word_embeddings"}
+    values = {key: getattr(config, key, None) for key in sorted(keys)}
+    # transformers' own configs have some of these, without any effect: off, they need no warning.
+    own = type(config).__dataclass_fields__ if dataclasses.is_dataclass(type(config)) else {}
+    return {key: value for key, value in values.items() if value not in (None, False) and key not in own}
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer; None: the layer sees the whole document."""
+    window: int | None = option(config, "sliding_window")
+    kinds = option(config, "layer_types")
+    if kinds is None:
+        return tuple([window] * config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
