@@ -39,15 +39,29 @@ NORMS: dict[str, tuple[str, bool]] = {
     "Qwen2RMSNorm": ("variance_epsilon", False),
     "Qwen3RMSNorm": ("variance_epsilon", False),
     "MistralRMSNorm": ("variance_epsilon", False),
+    "Qwen2MoeRMSNorm": ("variance_epsilon", False),
+    "Qwen3MoeRMSNorm": ("variance_epsilon", False),
+    "MixtralRMSNorm": ("variance_epsilon", False),
     "Gemma3RMSNorm": ("eps", True),
 }
 """Class -> (attribute with epsilon, whether 1 is added to the weight)."""
-MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "MistralMLP", "Gemma3MLP")
+MLPS = (
+    "LlamaMLP",
+    "Qwen2MLP",
+    "Qwen2MoeMLP",
+    "Qwen3MLP",
+    "Qwen3MoeMLP",
+    "MistralMLP",
+    "Gemma3MLP",
+)
 ROTARY = (
     "LlamaRotaryEmbedding",
     "Qwen2RotaryEmbedding",
     "Qwen3RotaryEmbedding",
     "MistralRotaryEmbedding",
+    "Qwen2MoeRotaryEmbedding",
+    "Qwen3MoeRotaryEmbedding",
+    "MixtralRotaryEmbedding",
     "Gemma3RotaryEmbedding",
 )
 ACTIVATIONS: dict[str, str] = {
@@ -181,31 +195,32 @@ def converted_class(mixin: type, original: type) -> type:
 
 def swap_linear(part: nn.Linear, *, exact_backward: bool) -> None:
     """Swap a linear; it uses all tiles until the self-test finds which are equal."""
-    _swap(part, InvariantLinear, tiles=TILES, stock=False, exact_backward=exact_backward, few_rows=None)
+    swap(part, InvariantLinear, tiles=TILES, stock=False, exact_backward=exact_backward, few_rows=None)
 
 
 def swap_adapted(part: nn.Module) -> None:
     """Swap a linear that peft wrapped."""
-    _swap(part, InvariantAdapted)
+    swap(part, InvariantAdapted)
 
 
 def swap_norm(part: nn.Module) -> None:
     """Swap an RMSNorm, one of NORMS."""
     epsilon, unit_offset = NORMS[type(part).__name__]
-    _swap(part, InvariantNorm, norm_eps=float(getattr(part, epsilon)), unit_offset=unit_offset)
+    swap(part, InvariantNorm, norm_eps=float(getattr(part, epsilon)), unit_offset=unit_offset)
 
 
 def swap_mlp(part: nn.Module, activation: str) -> None:
     """Swap an MLP, one of MLPS; `activation` is a value of ACTIVATIONS."""
-    _swap(part, InvariantMLP, activation=activation)
+    swap(part, InvariantMLP, activation=activation)
 
 
 def swap_rotary(part: nn.Module) -> None:
     """Swap a rotary embedding, one of ROTARY."""
-    _swap(part, InvariantRotary)
+    swap(part, InvariantRotary)
 
 
-def _swap(part: nn.Module, mixin: type, **attributes: Any) -> None:
+def swap(part: nn.Module, mixin: type, **attributes: Any) -> None:
+    """Give a part the forward of `mixin`, and attributes."""
     part.__class__ = converted_class(mixin, type(part))  # type: ignore[arg-type]
     for name, value in attributes.items():
         setattr(part, name, value)
