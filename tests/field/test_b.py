@@ -53,7 +53,7 @@ from lockstep.errors import (
     TrainError,
     underway,
 )
-from lockstep.models.architectures import SUPPORTED
+from lockstep.models.architectures import ARCHITECTURES
 from lockstep.models.export import export_hf, export_tensors
 from lockstep.models.load import load_model
 from lockstep.observe.files import naming, write_atomic
@@ -99,7 +99,7 @@ def test_every_lora_target_is_checked(
     assert said in str(caught.value) and f"{section}.lora.target_modules" in str(caught.value)
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_all_linear_is_what_transformers_has(model_type: str) -> None:
     """Expected: the linear modules of transformers' own module, but the head."""
     config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=1, hidden_size=64)

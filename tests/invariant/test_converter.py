@@ -11,10 +11,10 @@ from torch import nn
 from lockstep import invariant
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ModelError
+from lockstep.invariant.cases import apply_tiles
 from lockstep.invariant.modules import STOCK, InvariantLinear, InvariantMLP, InvariantNorm, InvariantRotary
 from lockstep.invariant.row_ops import TILES
-from lockstep.invariant.cases import apply_tiles
-from lockstep.models.architectures import SUPPORTED
+from lockstep.models.architectures import ARCHITECTURES
 from lockstep.models.lora import add_lora, without_lora
 
 LAYERS = {
@@ -38,7 +38,7 @@ def run(module):
 
 
 def test_every_supported_architecture_is_here():
-    assert set(CONFIGS) == set(SUPPORTED) == set(LAYERS)
+    assert set(CONFIGS) == set(ARCHITECTURES) == set(LAYERS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

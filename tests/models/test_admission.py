@@ -10,7 +10,7 @@ from transformers import AutoConfig, LlamaConfig
 from lockstep.config.model import ModelConfig
 from lockstep.engine.spec import EMBEDDED, decoded_gap, decoding_proof
 from lockstep.errors import ModelError
-from lockstep.models import admission, architectures, heads
+from lockstep.models import admission, heads
 from lockstep.models.admission import (
     LENGTHS,
     POSITIONS,
@@ -23,6 +23,7 @@ from lockstep.models.admission import (
     random_miniature,
     tiny_model,
 )
+from lockstep.models.architectures import checks
 from lockstep.models.load import load_model
 from lockstep.models.shape_table import SHAPES
 from lockstep.models.source import bundled_config
@@ -176,7 +177,7 @@ def test_a_key_that_is_believed_fails_the_proof(more, match, monkeypatch):
     def believe(config, name, default=None):
         return getattr(config, name, default)
 
-    monkeypatch.setattr(architectures, "option", believe)
+    monkeypatch.setattr(checks, "option", believe)
     monkeypatch.setattr(heads, "option", believe)
     with raises(ModelError, match):
         check_proof(small, kind="b", ways=forward_gaps, name="m")

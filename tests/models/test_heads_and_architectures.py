@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from lockstep.errors import ModelError
-from lockstep.models.architectures import READS, SUPPORTED, check_architecture, layer_windows
+from lockstep.models.architectures import ARCHITECTURES, check_architecture, layer_windows
 from lockstep.models.forward import head_of
 
 SIZES = {
@@ -108,7 +108,7 @@ def test_windows_by_layer():
 CLASSES = {"gemma3_text": r"Gemma3(Text|MLP|RMSNorm|Rotary|Attention|Decoder|ForCausalLM)"}
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_table_has_what_the_modelling_code_reads(architecture):
     """Every `config.NAME` in transformers' source of the architecture, wrappers of other models aside."""
     folder = architecture.removesuffix("_text")
@@ -117,7 +117,7 @@ def test_the_table_has_what_the_modelling_code_reads(architecture):
     wanted = re.compile(CLASSES.get(architecture, ""))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and wanted.match(node.name)]
     reads = {name for part in classes for node in ast.walk(part) if (name := read_of_config(node))}
-    assert READS[architecture] == {name for name in reads if not name.startswith("_")}
+    assert ARCHITECTURES[architecture].reads == {name for name in reads if not name.startswith("_")}
 
 
 def read_of_config(node):

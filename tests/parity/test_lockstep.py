@@ -66,9 +66,22 @@ def test_twenty_compiled_steps_without_a_gap(model, dtype):
     assert len({length for step in steps for length in step.lengths}) > 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny-qwen3-moe", "tiny-mixtral"])
+def test_twenty_steps_of_experts_without_a_gap(model):
+    parts = build(config(model, "float32", "eager"))
+    assert {"experts 8x128x64", "combine 64"} <= parts.batch_invariance.self_test.keys()
+    assert_lockstep(train(parts, steps=20))
+    parts.close()
+
+
 @pytest.mark.parametrize(
     ("model", "dtype", "settings"),
     [
+        ("tiny-qwen3-moe", "bfloat16", ""),
+        ("tiny-qwen2-moe", "bfloat16", ""),
+        ("tiny-mixtral", "bfloat16", 'layout = "shared"\nactivation_checkpointing = true'),
+        ("tiny-qwen3-moe", "float32", 'layout = "padded"\npadding_side = "left"'),
         ("tiny-gemma3", "bfloat16", ""),
         ("tiny-mistral", "float32", ""),
         ("tiny-gemma3", "float32", 'layout = "padded"\npadding_side = "left"'),

@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ConfigError
+from lockstep.models.architectures import Replicated, Split
 from lockstep.models.load import meta_module
 from lockstep.models.shape_table import SHAPES
 from lockstep.models.shapes import random_model
 from lockstep.models.tensor_parallel import (
-    Replicated,
-    Split,
     check_tensor_parallel_size,
     part_bounds,
     resolve_tp_plan,

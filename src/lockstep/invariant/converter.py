@@ -15,6 +15,7 @@ from torch import nn
 from lockstep.errors import ModelError
 from lockstep.invariant import experts
 from lockstep.invariant import modules as parts
+from lockstep.invariant.forms import FORMS, ExpertBlock, GatedMLP, RMSNorm, Rotary
 from lockstep.invariant.modules import Invariant, InvariantLinear
 from lockstep.invariant.selftest import Verdict, self_test
 
@@ -88,7 +89,7 @@ def convert(
         elif kind == "adapted linear":
             parts.swap_adapted(part)
         elif kind == "rms_norm":
-            parts.swap_norm(part)
+            parts.swap_norm(part, FORMS[type(part).__name__])  # type: ignore[arg-type]
         elif kind == "mlp":
             parts.swap_mlp(part, _activation(name, part))
         elif kind == "router":
@@ -183,16 +184,17 @@ def _kind(name: str, part: nn.Module) -> str | None:
     if hasattr(part, "lora_A"):
         _check_adapters(name, part)
         return "adapted linear"
-    if label in parts.NORMS:
-        return "rms_norm"
-    if label in parts.MLPS:
-        _activation(name, part)
-        return "mlp"
-    if label in parts.ROTARY:
-        _check_rotary(name, part)
-        return "rotary"
-    if label in experts.BLOCKS:
-        return "shared expert" if hasattr(part, "shared_expert") else None
+    match FORMS.get(label):
+        case RMSNorm():
+            return "rms_norm"
+        case GatedMLP():
+            _activation(name, part)
+            return "mlp"
+        case Rotary():
+            _check_rotary(name, part)
+            return "rotary"
+        case ExpertBlock(shared=shared):
+            return "shared expert" if shared else None
     if isinstance(part, nn.Dropout) and part.p == 0.0:
         return None
     if label.endswith(_CONTAINERS) or label.endswith(_EXACT):
@@ -200,11 +202,11 @@ def _kind(name: str, part: nn.Module) -> str | None:
     raise _refused(name, part, "no row-invariant form of it is known")
 
 
-def _check_experts(name: str, part: experts.Experts) -> None:
-    known = (*parts.ACTIVATIONS.values(), experts.CLAMPED)
+def _check_experts(name: str, part: Any) -> None:
+    known = {*parts.ACTIVATIONS.values(), experts.CLAMPED}
     if part.activation not in known:
-        why = f"activation {part.activation!r} is not one of {', '.join(sorted({*known}))}"
-        raise _refused(name, part, why)  # type: ignore[arg-type]
+        why = f"activation {part.activation!r} is not one of {', '.join(sorted(known))}"
+        raise _refused(name, part, why)
 
 
 def _check_adapters(name: str, part: Any) -> None:

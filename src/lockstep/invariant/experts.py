@@ -12,7 +12,6 @@ they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,32 +28,10 @@ from lockstep.invariant.expert_ops import (
     router_softmax,
     sigmoid_product,
 )
+from lockstep.invariant.forms import FORMS, ExpertBlock, GroupedExperts, TopRouter
 from lockstep.invariant.modules import ACTIVATIONS, Invariant, swap
 from lockstep.invariant.row_ops import TILES, gelu_and_mul, linear, silu_and_mul
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
-    """The arithmetic of a family's router; logits are in the weights' dtype, probabilities in float32."""
-
-    softmax: str = "all"
-    """all: over the experts, of which the largest are taken; chosen: over the largest logits."""
-    normalise: bool | None = True
-    """Whether a token's weights are divided by their sum; None: as the router's `norm_topk_prob` says."""
-    rounded: bool = True
-    """Whether weights are rounded to the dtype of the logits."""
-
-
-ROUTERS: dict[str, Routing] = {
-    "Qwen2MoeTopKRouter": Routing(normalise=None),
-    "Qwen3MoeTopKRouter": Routing(normalise=None),
-    "MixtralTopKRouter": Routing(rounded=False),
-    "GptOssTopKRouter": Routing(softmax="chosen", normalise=False),
-}
-"""transformers' class -> what it computes."""
-EXPERTS = ("Qwen2MoeExperts", "Qwen3MoeExperts", "MixtralExperts", "GptOssExperts")
-BLOCKS = ("Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "GptOssMLP")
-"""The classes that hold a router and its experts."""
 PRODUCTS = ("gate_up_proj", "down_proj")
 """The Parameters of experts that rows are multiplied with, in order."""
 CLAMPED = "clamped_swiglu"
@@ -68,7 +45,7 @@ class Router:
     weight: Tensor
     hidden_dim: int
     top_k: int
-    routing: Routing
+    routing: TopRouter
     normalise: bool
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +61,7 @@ class Router:
 
 
 def choose_experts(logits: Tensor, k: int, *, softmax: str, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Return weights and indices [T, k] of the experts with the largest logits [T, E]; see Routing.
+    """Return weights and indices [T, k] of the experts with the largest logits [T, E]; see TopRouter.
 
     Example:
         >>> choose_experts(torch.zeros(1, 4), 2, softmax="all", normalise=True)
@@ -187,21 +164,23 @@ def install(module: nn.Module) -> int:
     """
     blocks = 0
     for name, part in module.named_modules():
-        label = type(part).__name__
-        if label in BLOCKS:
+        form = FORMS.get(type(part).__name__)
+        if isinstance(form, ExpertBlock):
             blocks += 1
         elif isinstance(part, Router | Experts):
             continue
-        elif label in ROUTERS:
-            _install_router(part, ROUTERS[label])
-        elif label in EXPERTS:
+        elif isinstance(form, TopRouter):
+            _install_router(part, form)
+        elif isinstance(form, GroupedExperts):
             _install_experts(part)
-        elif label.endswith(("TopKRouter", "Experts", "SparseMoeBlock")):
-            raise ModelError(f"unsupported-model: {name} ({label}): experts of this family are not supported")
+        elif type(part).__name__.endswith(("TopKRouter", "Experts", "SparseMoeBlock")):
+            raise ModelError(
+                f"unsupported-model: {name} ({type(part).__name__}): experts of this family are not supported"
+            )
     return blocks
 
 
-def _install_router(part: Any, routing: Routing) -> None:
+def _install_router(part: Any, routing: TopRouter) -> None:
     normalise = bool(part.norm_topk_prob) if routing.normalise is None else routing.normalise
     swap(part, Router, routing=routing, normalise=normalise)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.invariant.few_rows import MOST_ROWS, few_rows
+from lockstep.invariant.forms import RMSNorm
 from lockstep.invariant.row_ops import (
     TILES,
     gelu_and_mul,
@@ -34,36 +35,6 @@ _PADDED_ROWS = 128
 """The fewest rows for which cuBLASLt without split-K has good kernels: on one H200 in bfloat16, 8192 to 2048
 features take 184 us for 4 rows and 16 us for 128; 4096 to 1024 90 and 9 us."""
 
-NORMS: dict[str, tuple[str, bool]] = {
-    "LlamaRMSNorm": ("variance_epsilon", False),
-    "Qwen2RMSNorm": ("variance_epsilon", False),
-    "Qwen3RMSNorm": ("variance_epsilon", False),
-    "MistralRMSNorm": ("variance_epsilon", False),
-    "Qwen2MoeRMSNorm": ("variance_epsilon", False),
-    "Qwen3MoeRMSNorm": ("variance_epsilon", False),
-    "MixtralRMSNorm": ("variance_epsilon", False),
-    "Gemma3RMSNorm": ("eps", True),
-}
-"""Class -> (attribute with epsilon, whether 1 is added to the weight)."""
-MLPS = (
-    "LlamaMLP",
-    "Qwen2MLP",
-    "Qwen2MoeMLP",
-    "Qwen3MLP",
-    "Qwen3MoeMLP",
-    "MistralMLP",
-    "Gemma3MLP",
-)
-ROTARY = (
-    "LlamaRotaryEmbedding",
-    "Qwen2RotaryEmbedding",
-    "Qwen3RotaryEmbedding",
-    "MistralRotaryEmbedding",
-    "Qwen2MoeRotaryEmbedding",
-    "Qwen3MoeRotaryEmbedding",
-    "MixtralRotaryEmbedding",
-    "Gemma3RotaryEmbedding",
-)
 ACTIVATIONS: dict[str, str] = {
     "silu": "silu",
     "swish": "silu",
@@ -203,19 +174,19 @@ def swap_adapted(part: nn.Module) -> None:
     swap(part, InvariantAdapted)
 
 
-def swap_norm(part: nn.Module) -> None:
-    """Swap an RMSNorm, one of NORMS."""
-    epsilon, unit_offset = NORMS[type(part).__name__]
-    swap(part, InvariantNorm, norm_eps=float(getattr(part, epsilon)), unit_offset=unit_offset)
+def swap_norm(part: nn.Module, form: RMSNorm) -> None:
+    """Swap an RMSNorm."""
+    epsilon = float(getattr(part, form.epsilon))
+    swap(part, InvariantNorm, norm_eps=epsilon, unit_offset=form.unit_offset)
 
 
 def swap_mlp(part: nn.Module, activation: str) -> None:
-    """Swap an MLP, one of MLPS; `activation` is a value of ACTIVATIONS."""
+    """Swap a gated MLP; `activation` is a value of ACTIVATIONS."""
     swap(part, InvariantMLP, activation=activation)
 
 
 def swap_rotary(part: nn.Module) -> None:
-    """Swap a rotary embedding, one of ROTARY."""
+    """Swap a rotary embedding."""
     swap(part, InvariantRotary)
 
 

@@ -27,6 +27,7 @@ from transformers import PretrainedConfig
 
 from lockstep import attention
 from lockstep.errors import LockstepError, ModelError
+from lockstep.invariant import experts
 from lockstep.models import shapes
 from lockstep.models.architectures import option, rope_parameters, silence_transformers
 from lockstep.models.forward import hidden_states
@@ -276,6 +277,8 @@ POSITIONS = 16
 proportion."""
 VOCABULARY = 64
 _HEAD_GROUP = 8
+_EXPERTS, _CHOSEN = 8, 4
+"""The most experts of a miniature, and the most that a token gets."""
 
 
 def tiny_model(config: PretrainedConfig) -> Any:
@@ -292,6 +295,7 @@ def tiny_model(config: PretrainedConfig) -> Any:
     if (window := option(small, "sliding_window")) is not None:
         small.sliding_window = min(window, WINDOW)
     small.intermediate_size = 64
+    _shrink_experts(small)
     small.vocab_size = VOCABULARY
     small.pad_token_id = small.bos_token_id = small.eos_token_id = None
     small.initializer_range = 0.2  # wide enough for attention to matter
@@ -307,7 +311,10 @@ def random_miniature(small: PretrainedConfig, *, attention: str) -> nn.Module:
     """
     cpu = torch.device("cpu")
     own = copy.deepcopy(small)  # a model writes into its config
-    return shapes.random_model(own, seed=0, dtype=torch.float32, device=cpu, attention=attention)
+    module = shapes.random_model(own, seed=0, dtype=torch.float32, device=cpu, attention=attention)
+    if attention != "eager":  # that is transformers' own, which this one is compared with
+        experts.install(module)
+    return module
 
 
 def documents() -> list[list[int]]:
@@ -328,6 +335,21 @@ def _shrink_lengths(small: Any) -> None:
 
 
 _ORIGINAL = "original_max_position_embeddings"
+
+
+def _shrink_experts(small: Any) -> None:
+    """Keep the layers with experts that two layers have, and the share of experts that a token gets."""
+    for name in ("num_experts", "num_local_experts"):
+        if (number := option(small, name)) is not None:
+            small.num_experts_per_tok = min(small.num_experts_per_tok, _CHOSEN)
+            setattr(small, name, min(number, _EXPERTS))
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if option(small, name) is not None:
+            setattr(small, name, 32)
+    if (every := option(small, "decoder_sparse_step")) is not None:
+        small.decoder_sparse_step = min(every, 2)
+        dense = option(small, "mlp_only_layers") or []
+        small.mlp_only_layers = [0] if dense else []
 
 
 def _shrink_heads(small: Any) -> None:

@@ -242,11 +242,16 @@ def _expected(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]
             ("num_key_value_heads", *head_keys),
             (kv_heads * head_dim, hidden),
         ),
-        "layers.0.mlp.gate_proj.weight": (
-            ("intermediate_size", "hidden_size"),
-            (config.intermediate_size, hidden),
-        ),
+        **_expected_mlp(config),
     }
+
+
+def _expected_mlp(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]:
+    """Experts come under several names, so of a model with experts nothing is expected."""
+    if hasattr(config, "num_experts_per_tok"):
+        return {}
+    shape = (config.intermediate_size, config.hidden_size)
+    return {"layers.0.mlp.gate_proj.weight": (("intermediate_size", "hidden_size"), shape)}
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

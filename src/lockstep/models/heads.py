@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lockstep.errors import ModelError
 from lockstep.invariant.modules import head_kernels
-from lockstep.models.architectures import causal_lm, option, text_config
+from lockstep.models.architectures import architecture_of, causal_lm, option, text_config
 from lockstep.ops.logprobs import HeadOptions, VocabShard
 
 
@@ -40,11 +40,12 @@ def head_of(module: nn.Module) -> Head:
             "plain linear; leave lm_head out of model.lora.target_modules"
         )
     config = text_config(module)
+    record = architecture_of(config)
     return Head(
         weight=linear.weight,
         bias=linear.bias,
         softcap=option(config, "final_logit_softcapping"),
-        logit_scale=1.0,
+        logit_scale=1.0 if record is None else record.logit_scale(config),
     )
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lockstep.errors import ModelError, unknown_name
+from lockstep.models.architectures import architecture_of
 from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, head_std
 from lockstep.models.shape_table import PREFIX as PREFIX
 from lockstep.models.shape_table import SHAPES as SHAPES
@@ -85,7 +86,8 @@ def fill(name: str, parameter: Tensor, *, seed: int, config: PretrainedConfig) -
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if "norm" in name and parameter.ndim == 1:
         # Gemma multiplies by 1 + weight, everybody else by weight.
-        centre = 0.0 if config.model_type.startswith("gemma") else 1.0
+        record = architecture_of(config)
+        centre = 1.0 if record is None else record.norm_centre
         parameter.normal_(centre, 0.1, generator=generator)
     else:
         std = head_std(config) if name == SCORE_WEIGHT else config.initializer_range

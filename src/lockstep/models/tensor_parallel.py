@@ -18,7 +18,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,59 +27,22 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.invariant.modules import InvariantLinear, converted_class
-from lockstep.models.architectures import causal_lm, text_config
+from lockstep.models.architectures import architecture_of, causal_lm, text_config
+from lockstep.models.architectures.record import BY_INPUTS, BY_OUTPUTS, Replicated, Split
 from lockstep.models.lora import adapter_place, is_adapter
 from lockstep.models.source import aliases
 from lockstep.ops.logprobs import VocabShard
 from lockstep.ops.rank_sums import sum_in_backward
 
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Each rank has one of `size` parts along `dim`, as equal as possible: part number rank."""
-
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Replicated:
-    """Every rank has the whole Parameter."""
-
-    summed: bool = False
-    """Each rank's gradient is of its own heads only, so gradients must be added over the ranks (q_norm,
-    k_norm). Otherwise all ranks have the whole gradient."""
-
-
 Plan = Mapping[str, Split | Replicated]
 """Parameter name, as in `named_parameters`, -> how it is split."""
 
-_BY_OUTPUTS, _BY_INPUTS = Split(0), Split(1)
-_LOCKSTEP: dict[str, Split | Replicated] = {
-    "self_attn.q_proj": _BY_OUTPUTS,
-    "self_attn.k_proj": _BY_OUTPUTS,
-    "self_attn.v_proj": _BY_OUTPUTS,
-    "self_attn.o_proj": _BY_INPUTS,
-    "self_attn.q_norm": Replicated(summed=True),
-    "self_attn.k_norm": Replicated(summed=True),
-    "mlp.gate_proj": _BY_OUTPUTS,
-    "mlp.up_proj": _BY_OUTPUTS,
-    "mlp.down_proj": _BY_INPUTS,
-    "embed_tokens": _BY_OUTPUTS,
-    "lm_head": _BY_OUTPUTS,
-    "score": Replicated(),
-    "input_layernorm": Replicated(),
-    "post_attention_layernorm": Replicated(),
-    "pre_feedforward_layernorm": Replicated(),
-    "post_feedforward_layernorm": Replicated(),
-    "model.norm": Replicated(),
-}
-"""The last parts of a module's path -> how its Parameters are split."""
 _HF_STYLES: dict[str, Split | Replicated] = {
-    "colwise": _BY_OUTPUTS,
-    "colwise_gather_output": _BY_OUTPUTS,  # the head, whose logits nobody gathers here
-    "colwise_rep": _BY_OUTPUTS,  # its older name
-    "embedding_rowwise": _BY_OUTPUTS,
-    "rowwise": _BY_INPUTS,
+    "colwise": BY_OUTPUTS,
+    "colwise_gather_output": BY_OUTPUTS,  # the head, whose logits nobody gathers here
+    "colwise_rep": BY_OUTPUTS,  # its older name
+    "embedding_rowwise": BY_OUTPUTS,
+    "rowwise": BY_INPUTS,
     "replicated_with_grad_allreduce": Replicated(summed=True),
     "replicate": Replicated(),
 }
@@ -149,7 +111,7 @@ def tensor_parallel_plan(
     for alias, name in aliases(module).items():
         path, _, kind = alias.rpartition(".")
         how = by_module[path]
-        how = Replicated() if kind == "bias" and how == _BY_INPUTS else how
+        how = Replicated() if kind == "bias" and how == BY_INPUTS else how
         if splits.get(name, Replicated()) == Replicated():  # of tied ones, split wins
             splits[name] = how
     return splits
@@ -161,8 +123,20 @@ def _with_parameters(module: nn.Module) -> list[str]:
 
 def _lockstep_modules(module: nn.Module) -> dict[str, Split | Replicated]:
     """Path of every module with Parameters of its own -> how they are split, by our plan."""
-    how_of = functools.partial(_lookup, plan=_LOCKSTEP)
+    how_of = functools.partial(_lookup, plan=_own_plan(module))
     return {path: _adapted(path, how_of) for path in _with_parameters(module)}
+
+
+def _own_plan(module: nn.Module) -> Plan:
+    """Return the plan of the module's architecture. Raises ConfigError if it has none."""
+    config = text_config(module)
+    record = architecture_of(config)
+    if record is None or not record.tensor_parallel:
+        raise ConfigError(
+            f"unsupported-model: train.tp: architecture {config.model_type!r} has no tensor-parallel plan; "
+            "set train.tp = 1"
+        )
+    return record.tensor_parallel
 
 
 def _adapted(path: str, how_of: Callable[[str], Split | Replicated]) -> Split | Replicated:
@@ -175,7 +149,7 @@ def _adapted(path: str, how_of: Callable[[str], Split | Replicated]) -> Split | 
     how = how_of(place)
     if adapter is None or isinstance(how, Replicated):
         return how
-    if how == _BY_OUTPUTS:
+    if how == BY_OUTPUTS:
         return Replicated(summed=True) if adapter == "A" else how
     return how if adapter == "A" else Replicated()
 
@@ -201,18 +175,18 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
         raise _no_hf_plan(f"has no plan for {type(model).__name__}")
     splits: dict[str, Split | Replicated] = {}
     for path in _with_parameters(module):
-        splits[path] = _adapted(path, functools.partial(_hf_style, styles=styles))
+        splits[path] = _adapted(path, functools.partial(_hf_style, styles=styles, plan=_own_plan(module)))
     _check_blocks({adapter_place(path)[0]: how for path, how in splits.items() if not is_adapter(path)})
     return splits
 
 
-def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
+def _hf_style(path: str, styles: Mapping[str, str], plan: Plan) -> Split | Replicated:
     """Return how transformers' styles (pattern of paths -> style) split a module. Raises ConfigError."""
     style = styles.get(re.sub(r"\.\d+\.", ".*.", path), "replicate")
     if style not in _HF_STYLES:
         known = ", ".join(_HF_STYLES)
         raise _no_hf_plan(f"wants {path!r} in style {style!r}, which Lockstep does not know (known: {known})")
-    ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
+    ours, how = _lookup(path, plan), _HF_STYLES[style]
     if how == Replicated() and ours == Replicated(summed=True):
         return ours  # transformers 5.17 leaves q_norm and k_norm out, whose gradients are partial
     if how not in (ours, Replicated()):
@@ -375,7 +349,7 @@ def _install(
             else:
                 whole = tp.whole_shape(known[f"{path}.weight"])[0]
                 vocab = VocabShard(group=tp.group, start=start, stop=stop, whole=whole)
-        elif how == _BY_INPUTS:
+        elif how == BY_INPUTS:
             original: type = type(part)
             part.__class__ = converted_class(RowParallelLinear, original)
             part.group_name = group_name
@@ -393,7 +367,7 @@ def _parents(split: Mapping[str, Split], model: Any) -> Sequence[str]:
     parents = (
         adapter_place(path)[0].rpartition(".")[0]
         for path, how in split.items()
-        if how == _BY_OUTPUTS and path not in ends and adapter_place(path)[1] is None
+        if how == BY_OUTPUTS and path not in ends and adapter_place(path)[1] is None
     )
     return list(dict.fromkeys(parents))
 

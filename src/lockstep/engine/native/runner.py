@@ -28,7 +28,7 @@ from lockstep.engine.native.kv_cache import SCRATCH, KVCache, KVShape, upload
 from lockstep.engine.native.peers import Chunk, Columns, Op, Peers, gather_logits, temperature_word
 from lockstep.engine.sampling import SampleState, draw_logits
 from lockstep.execution import compile_blocks, decoder_layers
-from lockstep.models.architectures import causal_lm, text_config
+from lockstep.models.architectures import architecture_of, causal_lm, text_config
 from lockstep.models.heads import head_of, head_options
 from lockstep.models.load import share_parameters
 from lockstep.models.tensor_parallel import TensorParallel
@@ -418,9 +418,9 @@ class Layers:
         self.layers = decoder_layers(self.module)
         self._decoder: Any = causal_lm(self.module).get_decoder()
         config = text_config(self.module)
-        # Gemma 3 has another rotation for each kind of layer
+        record = architecture_of(config)
         self._kinds: tuple[str, ...] | None = (
-            tuple(config.layer_types) if config.model_type == "gemma3_text" else None
+            tuple(config.layer_types) if record is not None and record.rotation_by_kind else None
         )
         self.weight = head_of(self.module).weight
         self.vocab_size = self.vocab_bounds[-1][1] if self.vocab_bounds else self.weight.shape[0]

@@ -24,9 +24,9 @@ from lockstep import invariant
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.execution.regions import decoder_layers
+from lockstep.models.architectures import Replicated
 from lockstep.models.load import LoadedModel
 from lockstep.models.tensor_parallel import (
-    Replicated,
     TensorParallel,
     apply_tensor_parallel,
     resolve_tp_plan,

@@ -1,0 +1,39 @@
+"""The architectures that train packed: a record for each, and why others do not train."""
+
+from lockstep.models.architectures.checks import (
+    check_architecture,
+    check_rope,
+    foreign_options,
+    layer_windows,
+    option,
+    rope_parameters,
+)
+from lockstep.models.architectures.modules import (
+    causal_lm,
+    checkpoint_activations,
+    hf_config,
+    silence_transformers,
+    text_config,
+)
+from lockstep.models.architectures.record import Architecture, Replicated, Split
+from lockstep.models.architectures.registry import ARCHITECTURES, architecture_of, register
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Replicated",
+    "Split",
+    "architecture_of",
+    "causal_lm",
+    "check_architecture",
+    "check_rope",
+    "checkpoint_activations",
+    "foreign_options",
+    "hf_config",
+    "layer_windows",
+    "option",
+    "register",
+    "rope_parameters",
+    "silence_transformers",
+    "text_config",
+]

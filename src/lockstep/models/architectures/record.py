@@ -1,0 +1,101 @@
+"""The record of an architecture: everything that Lockstep must know of a family, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.invariant.forms import Form
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Each rank has one of `size` parts along `dim`, as equal as possible: part number rank."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every rank has the whole Parameter."""
+
+    summed: bool = False
+    """Each rank's gradient is of its own heads only, so gradients must be added over the ranks (q_norm,
+    k_norm). Otherwise all ranks have the whole gradient."""
+
+
+BY_OUTPUTS, BY_INPUTS = Split(0), Split(1)
+PLAN: Mapping[str, Split | Replicated] = {
+    "self_attn.q_proj": BY_OUTPUTS,
+    "self_attn.k_proj": BY_OUTPUTS,
+    "self_attn.v_proj": BY_OUTPUTS,
+    "self_attn.o_proj": BY_INPUTS,
+    "mlp.gate_proj": BY_OUTPUTS,
+    "mlp.up_proj": BY_OUTPUTS,
+    "mlp.down_proj": BY_INPUTS,
+    "embed_tokens": BY_OUTPUTS,
+    "lm_head": BY_OUTPUTS,
+    "score": Replicated(),
+    "input_layernorm": Replicated(),
+    "post_attention_layernorm": Replicated(),
+    "model.norm": Replicated(),
+}
+"""The tensor parallel plan of a Llama; others add their norms."""
+HEAD_NORMS: Mapping[str, Split | Replicated] = {
+    "self_attn.q_norm": Replicated(summed=True),
+    "self_attn.k_norm": Replicated(summed=True),
+}
+"""Norms of each head's queries and keys: the same weights for all heads."""
+
+SIZES = frozenset(
+    {
+        "attention_dropout",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "pad_token_id",
+        "rms_norm_eps",
+        "rope_parameters",
+        "vocab_size",
+    }
+)
+"""The config keys that the modelling code of nearly all architectures reads."""
+
+EXPERTS = frozenset({"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"})
+"""Those of a mixture of experts, besides the number and sizes of experts."""
+
+
+def _one(config: Any) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One family. Adding one is a file with this record and a row of the proof's test.
+
+    A record says how a model is computed; `lockstep prove` finds out whether that is true.
+    """
+
+    model_type: str
+    """Of config.json."""
+    title: str
+    """Its published models, in words."""
+    reads: frozenset[str]
+    """The config keys that transformers' modelling code reads. Any other key of a config.json, such as a
+    Llama's sliding_window, has no effect there, nor here."""
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    """Class name -> what it computes: batch-invariant mode replaces these. Linears, LoRA, containers and
+    embeddings are known for all architectures."""
+    tensor_parallel: Mapping[str, Split | Replicated] = field(default_factory=dict)
+    """The last parts of a module's path -> how its Parameters are split. Empty: train.tp is refused."""
+    norm_centre: float = 1.0
+    """The norm weight that leaves its input unscaled; random models are drawn around it."""
+    logit_scale: Callable[[Any], float] = _one
+    """config -> what logits are multiplied by. A soft cap is the key final_logit_softcapping."""
+    rotation_by_kind: bool = False
+    """Cached decode: whether cos and sin differ between the kinds of layer_types."""
