@@ -16,7 +16,7 @@ from lockstep.models.export import FILE_BYTES, export_hf, export_tensors
 from lockstep.models.load import load_model
 
 IDS = torch.arange(3, 23)[None]
-SHAPES = ["tiny-llama", "tiny-qwen3", "tiny-gemma3", "tiny-mistral"]
+SHAPES = ["tiny-llama", "tiny-qwen3", "tiny-gemma3", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral"]
 
 
 def load(shape: str, **options: object) -> nn.Module:
