@@ -23,6 +23,7 @@ from torch import nn
 
 from lockstep.common_errors import leads_out
 from lockstep.errors import ModelError
+from lockstep.models.architectures import is_moe
 from lockstep.observe.files import read_json
 
 CONFIG = "config.json"
@@ -248,7 +249,7 @@ def _expected(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]
 
 def _expected_mlp(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]:
     """Experts come under several names, so of a model with experts nothing is expected."""
-    if hasattr(config, "num_experts_per_tok"):
+    if is_moe(config):
         return {}
     shape = (config.intermediate_size, config.hidden_size)
     return {"layers.0.mlp.gate_proj.weight": (("intermediate_size", "hidden_size"), shape)}

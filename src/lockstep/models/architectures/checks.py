@@ -126,6 +126,11 @@ def option(config: Any, name: str, default: Any = None) -> Any:
     return getattr(config, name, default) if name in read else default
 
 
+def is_moe(config: Any) -> bool:
+    """Return whether a text config is of a model with experts."""
+    return option(config, "num_experts_per_tok") is not None
+
+
 def foreign_options(config: Any) -> dict[str, Any]:
     """Return the keys of config.json that another architecture reads, and this one does not."""
     known = frozenset().union(*(record.reads for record in ARCHITECTURES.values())) - SIZES
