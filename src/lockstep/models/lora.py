@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.common_errors import missing_package
 from lockstep.config.model import ALL_LINEAR, LoraConfig
 from lockstep.errors import ConfigError
+from lockstep.invariant.experts import Experts, Router
 from lockstep.models.architectures import causal_lm
 from lockstep.models.heads import scalar_head
 from lockstep.models.source import WeightSource
@@ -79,8 +80,18 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
         for path, part in found:
             if not isinstance(part, nn.Linear) or path.rpartition(".")[2] not in linear:
                 raise _unfit(target, f"is a {type(part).__name__}", linear)
+        if target.rpartition(".")[2] in _expert_names(module):
+            raise _unfit(target, "is a Parameter of experts, which have no adapters", linear)
         if not found:
             raise _unfit(target, "is not a module of this model", linear)
+
+
+def _expert_names(module: nn.Module) -> set[str]:
+    """Names of experts' Parameters, and of what holds them or the router."""
+    parts: dict[str, nn.Module] = {
+        p.rpartition(".")[2]: m for p, m in module.named_modules() if isinstance(m, Experts | Router)
+    }
+    return {*parts, *(name for m in parts.values() for name, _ in m.named_parameters())}
 
 
 def _unfit(target: str, why: str, linear: Iterable[str]) -> ConfigError:

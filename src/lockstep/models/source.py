@@ -249,7 +249,13 @@ class FolderSource:
         """Of a part of the first dimension only its own tensors are read."""
         first, rest = (part[0], part[1:]) if part else (slice(None), ())
         rows = self._pieces[name][first]
-        whole = torch.stack([torch.cat([self._read(one, (), device) for one in row]) for row in rows])
+        whole = torch.empty((len(rows), *self._shape(name)[1:]), dtype=self._dtype, device=device)
+        for target, names in zip(whole, rows, strict=True):
+            start = 0
+            for one in names:
+                values = self._read(one, (), device)
+                target[start : start + len(values)].copy_(values)
+                start += len(values)
         return whole[(slice(None), *rest)].contiguous()
 
     def _read(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
@@ -288,7 +294,7 @@ class FolderSource:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name in self._pieces:
-            # Of the first expert; torch.stack refuses others.
+            # Of the first expert; copying refuses others.
             shapes_of = [self._shape(one) for one in self._pieces[name][0]]
             return (len(self._pieces[name]), sum(shape[0] for shape in shapes_of), *shapes_of[0][1:])
         stored, path = self._place[name]

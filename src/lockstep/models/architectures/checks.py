@@ -138,7 +138,7 @@ def foreign_options(config: Any) -> dict[str, Any]:
     values = {key: getattr(config, key, None) for key in sorted(keys)}
     # transformers' own configs have some of these, without any effect: off, they need no warning.
     own = type(config).__dataclass_fields__ if dataclasses.is_dataclass(type(config)) else {}
-    own = {*own, *config.attribute_map}  # another name of a key that is read
+    own = {*own, *config.attribute_map, *config.attribute_map.values()}  # two names of one key
     return {key: value for key, value in values.items() if value not in (None, False) and key not in own}
 
 
