@@ -256,7 +256,8 @@ class FolderSource:
                 values = self._read(one, (), device)
                 target[start : start + len(values)].copy_(values)
                 start += len(values)
-        return whole[(slice(None), *rest)].contiguous()
+        # Not `contiguous()`, which keeps the memory of the whole where the part is contiguous.
+        return whole[(slice(None), *rest)].clone(memory_format=torch.contiguous_format) if rest else whole
 
     def _read(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
         if name in self._pieces:
