@@ -3,13 +3,13 @@
     python benchmarks/record_corpus.py rows --out rows.jsonl
     torchrun --nproc-per-node 2 benchmarks/record_corpus.py run --rows rows.jsonl --out runs/corpus
     python benchmarks/record_corpus.py finish runs/corpus/recordings --out corpus
-    tar --sort=name --owner=0 --group=0 --numeric-owner -c corpus \\
+    tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=2026-11-20 -c corpus \\
         | xz --lzma2=preset=9e,lc=2,lp=2,pb=2 > src/lockstep/recording/corpus.tar.xz  # numbers of four bytes
 
 `run` trains SmolLM2-135M on arithmetic and word problems: every rank samples half of the prompts, trains on
-half of the micro-batches, and gradients are added over ranks. `finish` replays every input on the bundled
-weights (float32, sdpa) and writes what those make of it, so that a replay compares like with like. Ids,
-masks, rewards, advantages and rollout logprobs stay those of the run.
+half of the micro-batches, and gradients are added over ranks. `finish` replays the inputs of the first
+updates on the bundled weights (float32, sdpa) and writes what those make of them, so that a replay compares
+like with like. Ids, masks, rewards, advantages and rollout logprobs stay those of the run.
 """
 
 from __future__ import annotations
@@ -210,8 +210,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 def finish(args: argparse.Namespace) -> None:
-    """The run's inputs with what the bundled weights make of them."""
+    """The inputs of the run's first updates with what the bundled weights make of them."""
     recording = Recording.open(args.recording)
+    first = [index for index, meta in enumerate(recording.metas) if meta.update < args.updates]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = recording.header
     model = load_model(
@@ -233,16 +234,18 @@ def finish(args: argparse.Namespace) -> None:
         },
     )
     writers = {
-        rank: RecordingWriter(args.out, head, rank=rank, shard_inputs=128) for rank in range(head.world_size)
+        rank: RecordingWriter(args.out, head, rank=rank, shard_inputs=len(first))  # one shard compresses best
+        for rank in range(head.world_size)
     }
-    for number, each in enumerate(recording):
+    for number, index in enumerate(first):
+        each = recording[index]
         stats = backend.forward_backward([each.batch], loss)
         backend.drop_gradients()
         outputs = RecordedOutputs(loss=float(stats.losses[0]), logprobs=stats.logprobs[0].cpu())
         meta = dataclasses.replace(each.meta, weights=weights, checkpoint=None)
-        writers[meta.rank].finish([dataclasses.replace(each, meta=meta, outputs=outputs)])
+        writers[meta.rank].add([dataclasses.replace(each, meta=meta, outputs=outputs)])
         if number % 100 == 0:
-            print(f"{number} of {len(recording)}", flush=True)
+            print(f"{number} of {len(first)}", flush=True)
     for writer in writers.values():
         writer.close()
 
@@ -262,6 +265,7 @@ def main() -> None:
     end = commands.add_parser("finish")
     end.add_argument("recording", type=Path)
     end.add_argument("--out", type=Path, required=True)
+    end.add_argument("--updates", type=int, default=16)
     args = parser.parse_args()
     if args.command == "rows":
         write_rows(args.out, count=2048)

@@ -262,11 +262,15 @@ def support_page() -> str:
                     (support_line(row) for row in support_rows(BATCH_INVARIANT)),
                 ),
                 "While a trajectory waits for its environment, every engine works on others. What becomes of "
-                "the keys and values of its context, and whether the engine can pause between two tokens:",
+                "the keys and values of its context, whether the engine can pause between two tokens, and whether it "
+                "serves `rollout.max_lag` above 0:",
                 table(
-                    ("engine", "where", "keys of a waiting trajectory", "pause"),
+                    ("engine", "where", "keys of a waiting trajectory", "pause", "max_lag"),
                     (
-                        (f"`{name}`", place, keys, "yes" if place in engine.pauses else "no")
+                        (
+                            *(f"`{name}`", place, keys),
+                            *("yes" if place in of else "no" for of in (engine.pauses, engine.partial_rollouts)),
+                        )
                         for name, engine in engines().items()
                         for place, keys in engine.waiting_keys.items()
                     ),

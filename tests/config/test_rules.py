@@ -43,6 +43,8 @@ def engine(**values: Any) -> None:
 
 VLLM = {"name": "vllm", "python": "/env/bin/python"}
 GREEDY = {"sampling": {"temperature": 0.0}}
+CORRECTED = {"rollout_correction": {"kind": "tis"}}
+LAG = {"rollout": {"max_lag": 1}, "algorithm": CORRECTED}
 ENDLESS = {"sampling": {"ignore_eos": True}}
 LONGEST = {"min_tokens": 9}
 REMOTE = {"gpus": 1, "dedicated_gpus": True, "colocate": (("policy",), ("value",))}
@@ -122,6 +124,16 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     ),
     "run (record)": (SFTRun, [{"record": {"enabled": True, "first_step": 2}, "steps": 2}]),
     "run (remote roles)": (SFTRun, [{"cluster": {"gpus": 1, "colocate": (("policy",), ("ref",))}}]),
+    "run (rl lag)": (
+        GRPORun,
+        [
+            LAG | {"rewards": (), "environment": {"name": "m:C"}},
+            LAG | {"engine": {"name": "hf"}},
+            LAG | {"algorithm": CORRECTED | {"dynamic_sampling": True}},
+            {"rollout": {"max_lag": 1}},
+            LAG | {"train": {"batch_invariant": True, "reuse_rollout_logprobs": True}},
+        ],
+    ),
     "run (rl)": (
         GRPORun,
         [

@@ -223,4 +223,5 @@ def test_engines_say_what_becomes_of_a_waiting_trajectory_and_whether_they_pause
         module, _, name = engine.object.partition(":")
         made = getattr(importlib.import_module(module), name)
         assert getattr(made, "pauses", False) == ("embedded" in engine.pauses)
+        assert getattr(made, "partial_rollouts", False) == ("embedded" in engine.partial_rollouts)
     assert engines()["native"].waiting_keys["embedded"] == "kept"

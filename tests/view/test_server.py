@@ -19,7 +19,7 @@ from page_run import EVIL, REWARDS, Page, make_run, serving
 from lockstep.cli.main import main
 from lockstep.observe.text import printable_text
 from lockstep.view import server as module
-from lockstep.view.render import STATIC, figure
+from lockstep.view.render import STATIC, Site, figure
 from lockstep.view.server import HEADERS, REPORT_POLICY, listen
 
 RUN = "run-a"
@@ -102,6 +102,24 @@ def test_its_own_names_are_answered(host, client):
 def test_only_get(client):
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert client.ask("/", method=method).status == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [(f"/run/{RUN}/step/{'1' * 1800}", 404), (f"/run/{RUN}/step/{'1' * 5000}", 414), ("/" * 3000, 414)],
+)
+def test_a_path_is_not_too_long(path, status, client):
+    assert client.ask(path).status == status
+
+
+def test_a_file_that_cannot_be_read_is_named(runs, monkeypatch):
+    def denied(self, **_):  # whoever runs tests as root may read everything
+        raise PermissionError(13, "Permission denied", f"{RUN}/rollouts")
+
+    monkeypatch.setattr(Site, "rollouts", denied)
+    with serving(runs) as client:
+        answer = client.ask(f"/run/{RUN}/rollouts")
+    assert answer.status == 400 and b"Permission denied" in answer.content
 
 
 def test_a_redirect_stays_here(client):

@@ -169,6 +169,8 @@ class PolicyLoss:
         entropy, logprob_gap_* and kl_* are in nats; clip_fraction_*, *_clamped and *_masked_share are
         shares of tokens.
         logprob_gap_mean, _p99 and _max are of |old - rollout|; _k1 and _k3 estimate KL(rollout || old).
+        Where earlier weights sampled some tokens, policy_drift_* is the same of these, logprob_gap_* is of
+        the others alone, and logprob_gap_share is the share of the others.
 
         Raises:
             TrainError: the backend left out the terms that the loss returned.
@@ -184,7 +186,12 @@ class PolicyLoss:
         if rows.shape[1] == 0:
             return {}
         terms = dict(zip(self.terms, rows, strict=True))
-        gap, size = terms["logprob_gap"], terms["logprob_gap"].abs()
+        drift: dict[str, Tensor] = {}
+        gap, currents = terms["logprob_gap"], [PolicyBatch.of(b).current for b in batches]
+        if known := [c for c in currents if c is not None]:
+            current = torch.cat([c.to(m.device)[m] for c, m in zip(known, masks, strict=True)])
+            gap, drift = gap[current], _drift_metrics(gap[~current], current)
+        size = gap.abs()
         given = [PolicyBatch.of(b).advantages.to(m.device) for b, m in zip(batches, masks, strict=True)]
         entropy, advantages = (
             torch.cat([x[mask] for x, mask in zip(column, masks, strict=True)])
@@ -193,13 +200,17 @@ class PolicyLoss:
         metrics = {
             "entropy": entropy.mean(),
             **self._ratio_metrics(terms, advantages),
-            "logprob_gap_mean": size.mean(),
-            # Not torch.quantile, which refuses more than 2^24 elements.
-            "logprob_gap_p99": size.kthvalue(-(-99 * size.numel() // 100)).values,
-            "logprob_gap_max": size.amax(),
-            "logprob_gap_k1": -gap.mean(),
-            "logprob_gap_k3": kl_k3(-gap, torch.zeros_like(gap)).mean(),
+            **drift,
         }
+        if gap.numel():
+            metrics |= {
+                "logprob_gap_mean": size.mean(),
+                # Not torch.quantile, which refuses more than 2^24 elements.
+                "logprob_gap_p99": size.kthvalue(-(-99 * size.numel() // 100)).values,
+                "logprob_gap_max": size.amax(),
+                "logprob_gap_k1": -gap.mean(),
+                "logprob_gap_k3": kl_k3(-gap, torch.zeros_like(gap)).mean(),
+            }
         correction = self.config.rollout_correction
         if correction.kind != "none" or correction.geometric_high is not None:
             metrics["rollout_is_weight_mean"] = terms["is_weight"].mean()
@@ -276,6 +287,16 @@ class PolicyLoss:
             is_weight=weight,
             off_policy_mask=off_policy,
         )
+
+
+def _drift_metrics(drift: Tensor, current: Tensor) -> dict[str, Tensor]:
+    """Of the tokens that earlier weights sampled. drift: old - rollout, nats; current: [tokens] bool."""
+    metrics = {"logprob_gap_share": current.float().mean()}
+    if drift.numel():
+        metrics["policy_drift_mean"] = drift.abs().mean()
+        metrics["policy_drift_max"] = drift.abs().amax()
+        metrics["policy_drift_k3"] = kl_k3(-drift, torch.zeros_like(drift)).mean()
+    return metrics
 
 
 def _by_document(

@@ -171,6 +171,8 @@ class EngineDeclaration(Declaration):
     computes its whole context."""
     pauses: tuple[str, ...] = ()
     """Where it can pause between two tokens."""
+    partial_rollouts: tuple[str, ...] = ()
+    """Where it can go on with samples that an earlier request began (rollout.max_lag)."""
 
 
 class KernelDeclaration(Declaration):

@@ -85,6 +85,11 @@ class RolloutConfig(Config):
     limits all turns and replies together."""
     wait_seconds: Seconds = 600.0
     """Environments of several turns: deadline in seconds for what an environment does between two turns."""
+    max_lag: int = Field(0, ge=0, le=64)
+    """Maximum number of steps between the weights that sampled a rollout's first token and those that are
+    trained on it. Above 0, the prompts of the next max_lag steps are sampled along with those of the step:
+    generation ends when the step's own rollouts have ended, and the others go on in the next step, with its
+    weights (docs/explanation/async.md). 0: every step samples its rollouts from beginning to end."""
     save: bool = True
     """Keep every rollout as JSONL under rollouts/."""
 

@@ -393,6 +393,42 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "{0.rollout.samples} rollouts of a step (rollout.prompts_per_step * rollout.group_size)",
         ),
     ),
+    "run (rl lag)": (
+        Rule(
+            lambda r: r.environment is not None,
+            "unsupported-combination: rollout.max_lag = {0.rollout.max_lag} with an environment of several "
+            "turns, whose tools do not outlive a step; set rollout.max_lag = 0",
+        ),
+        Rule(
+            lambda r: not r.engine_goes_on,
+            "unsupported-combination: rollout.max_lag = {0.rollout.max_lag} with engine.name = "
+            "{0.engine.name!r} and engine.process = {0.engine.process!r}: only engine.name = 'native' in the "
+            "trainer's process goes on with samples that earlier weights began; set it, or rollout.max_lag = "
+            "0",
+        ),
+        Rule(
+            lambda r: r.algorithm_options.dynamic_sampling,
+            "unsupported-combination: rollout.max_lag = {0.rollout.max_lag} with "
+            "algorithm.dynamic_sampling = true, which replaces the prompts of a step only once they are "
+            "scored; set one of them to 0 or false",
+        ),
+        Rule(
+            lambda r: (
+                r.algorithm.rollout_correction.kind == "none"
+                and r.algorithm.rollout_correction.geometric_high is None
+                and r.algorithm_options.off_policy_mask_threshold is None
+            ),
+            "missing-setting: rollout.max_lag = {0.rollout.max_lag} trains on tokens of earlier weights, and "
+            "algorithm.rollout_correction.kind = 'none' would weight them as if they were of the present "
+            "ones; set it to 'tis', 'mask' or 'icepop'",
+        ),
+        Rule(
+            lambda r: r.train.reuse_rollout_logprobs,
+            "contradiction: train.reuse_rollout_logprobs = true takes the engine's logprobs for the "
+            "trainer's, which tokens of earlier weights do not have (rollout.max_lag = {0.rollout.max_lag}); "
+            "leave it out",
+        ),
+    ),
     "run (rl)": (
         Rule(
             lambda r: r.rollout.group_size == 1 and r.algorithm_options.compares_group,

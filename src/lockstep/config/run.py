@@ -222,6 +222,20 @@ class GRPORun(RunConfig):
         refuse(self, "run (rl)")
         return self
 
+    @property
+    def engine_goes_on(self) -> bool:
+        """Whether the engine may go on with samples that earlier weights began, as far as is known here."""
+        if has_own_weights(self.engine):
+            return False
+        engine = engines().get(self.engine.name)
+        return engine is None or "embedded" in engine.partial_rollouts
+
+    @check
+    def _check_lag(self) -> GRPORun:
+        if self.rollout.max_lag:
+            refuse(self, "run (rl lag)")
+        return self
+
     @check
     def _check_sizes(self) -> GRPORun:
         _check_best(self.checkpoint, every=self.eval.every, known=RL_METRICS)

@@ -50,7 +50,7 @@ class Sample:
             decoding = Decoding.of(model.tokenizer, sampling, eos_token_ids=model.eos_token_ids)
             stops = StopStrings(decoding, sampling.stop)
         ends = (() if sampling.ignore_eos else model.eos_token_ids) + sampling.stop_token_ids
-        return cls(
+        sample = cls(
             turn=turn,
             index=index,
             state=SampleState(
@@ -63,6 +63,12 @@ class Sample:
             end=end_of(request, model),
             **own,
         )
+        for span in request.begun[index] if request.begun else ():
+            assert span.policy_version is not None, "written by the policy"
+            sample.state.token_ids += span.token_ids
+            sample.logprobs += span.logprobs
+            sample.written.append((span.policy_version, len(sample.state.token_ids)))
+        return sample
 
     def add(self, token: int, logprob: float, on_token: OnToken | None) -> Ending | None:
         """Add the next token; returns how it ends the sample, if it does.
@@ -97,7 +103,9 @@ def versions(sample: Sample, last: int) -> tuple[tuple[int, int], ...]:
     marks = [*sample.written, (last, len(sample.state.token_ids))]
     counts, start = list[tuple[int, int]](), 0
     for version, stop in marks:
-        if stop > start:
+        if counts and counts[-1][0] == version:
+            counts[-1] = (version, counts[-1][1] + stop - start)
+        elif stop > start:
             counts.append((version, stop - start))
         start = stop
     return tuple(counts) if len(counts) > 1 or (counts and counts[0][0] != last) else ()

@@ -349,6 +349,29 @@ class RequestCheck:
                 raise EngineError(
                     f"out-of-range: request {index}: seed {seed} is not a 63-bit unsigned integer"
                 )
+        if request.begun:
+            self._check_begun(request, index=index)
+
+    def _check_begun(self, request: GenerationRequest, *, index: int) -> None:
+        if len(request.begun) != len(request.seeds):
+            raise EngineError(
+                f"wrong-shape: request {index}: begun has {len(request.begun)} entries for "
+                f"{len(request.seeds)} seeds; give one per seed, empty for a sample that has not begun"
+            )
+        for spans in request.begun:
+            written = [token for span in spans for token in span.token_ids]
+            most = min(request.sampling.max_tokens, self._max_positions - len(request.prompt_token_ids))
+            if len(written) >= most:
+                raise EngineError(
+                    f"too-long: request {index}: a sample of {len(written)} tokens was begun, which leaves "
+                    f"none of its {most}; it has ended"
+                )
+            if any(len(span.logprobs) != len(span.token_ids) for span in spans):
+                raise EngineError(f"wrong-shape: request {index}: begun spans need a logprob per token")
+            if written and not 0 <= min(written) <= max(written) < self._vocab_size:
+                fix = "they were sampled from another model"
+                token = min(written) if min(written) < 0 else max(written)
+                raise outside_vocabulary(EngineError, f"request {index}", token, self._vocab_size, fix=fix)
 
 
 def _check_sampling(p: SamplingParams, *, vocab_size: int) -> None:

@@ -89,6 +89,8 @@ class Streaming:
 
     pauses = False
     """Whether the engine can `pause`."""
+    partial_rollouts = False
+    """Whether it goes on with samples that an earlier request began."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -259,6 +261,12 @@ class Streaming:
 
     def _submit(self, request: GenerationRequest) -> Handle:
         self._require_ready()
+        if request.begun and not self.partial_rollouts:
+            raise EngineError(
+                f"unsupported-combination: engine {self.name} cannot go on with samples that an earlier "
+                "request began; set engine.name = 'native', or rollout.max_lag = 0",
+                setting="engine.name",
+            )
         with self._turn:
             if self._is_idle():
                 self._submitted = 0
@@ -514,7 +522,8 @@ class ModelEngine(Streaming):
         reason, stop = ending
         self._prompt_tokens += len(request.prompt_token_ids)
         self._cached_tokens += cached_tokens
-        self._completion_tokens += len(token_ids)
+        begun = request.begun[request.seeds.index(seed)] if request.begun else ()
+        self._completion_tokens += len(token_ids) - sum(len(span.token_ids) for span in begun)
         return Completion(
             prompt_token_ids=request.prompt_token_ids,
             token_ids=tuple(token_ids),

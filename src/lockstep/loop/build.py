@@ -519,7 +519,8 @@ def _bitwise_check(
         raise
     if contract is None:
         return None
-    return BitwiseCheck(contract, reuse=reuse is not False, at_once=data_parallel(run, ranks))
+    reuses = reuse is not False and not run.rollout.max_lag  # earlier weights sampled a part of them
+    return BitwiseCheck(contract, reuse=reuses, at_once=data_parallel(run, ranks))
 
 
 def seed_generators(seed: int, *, stream: int) -> None:

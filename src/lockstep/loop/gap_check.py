@@ -195,7 +195,7 @@ class BitwiseCheck:
         for index, count in enumerate(counts):
             if count:
                 raise self._complaint(index, batches, logprobs, wrong, sum(counts))
-        self._compared += sum(int(batch.loss_mask.sum()) for batch in batches)
+        self._compared += sum(int(_compared(_policy(batch)).sum()) for batch in batches)
 
     def _complaint(
         self,
@@ -212,7 +212,7 @@ class BitwiseCheck:
         sample, position = batch.sample_ids[document], slot - start + 1
         name = self._names[sample] if sample < len(self._names) else f"sample_id {sample}"
         ours, theirs = float(computed[slot]), float(batch.rollout_logprobs[slot])
-        tokens = sum(int(b.loss_mask.sum()) for b in batches)
+        tokens = sum(int(_compared(_policy(b)).sum()) for b in batches)
         return TrainError(
             f"values-differ: step {self._step}, {name}, position {position} (token {position - first - 1} "
             f"of its completion, id {int(batch.labels[slot])}): with the same weights, the engine's logprob "
@@ -234,8 +234,13 @@ def _size(batch: PackedBatch) -> tuple[int, int]:
 
 def _differs(batch: PolicyBatch, logprobs: Tensor) -> Tensor:
     """[T] bool, on the device of `logprobs`; NaN differs from everything."""
-    mask = batch.loss_mask.to(logprobs.device)
+    mask = _compared(batch).to(logprobs.device)
     return mask & (logprobs.detach() != batch.rollout_logprobs.to(logprobs.device))
+
+
+def _compared(batch: PolicyBatch) -> Tensor:
+    """[T] bool: the trained tokens that the trainer's weights sampled."""
+    return batch.loss_mask if batch.current is None else batch.loss_mask & batch.current
 
 
 def _document_of(batch: PackedBatch, slot: int) -> tuple[int, int]:

@@ -98,6 +98,8 @@ class Policy(Trained):
         self._train: TrainConfig = loaded.resolved.run.train
         self.spans = spans
         self._checks_first = False
+        online = loaded.resolved.run.online
+        self._lags = bool(online and loaded.resolved.run.rollout.max_lag)
 
     @property
     def updates_per_step(self) -> int:
@@ -129,7 +131,8 @@ class Policy(Trained):
         if self.check is not None and passes:
             self.check.begin(step, estimates.groups)
             self._checks_first = True
-        trained = policy_samples(samples, estimates.advantages, ref_logprobs=ref_logprobs)
+        version = step if self._lags else None  # see Rollouts: the weights of step t are version t
+        trained = policy_samples(samples, estimates.advantages, ref_logprobs=ref_logprobs, version=version)
         if self.details is not None:
             self.details.begin(trained)
         with self._working():

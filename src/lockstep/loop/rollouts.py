@@ -19,6 +19,7 @@ from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightT
 from lockstep.protocols.engine import EngineStats
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.environment import Environment
+from lockstep.rollout.partial import PartialRollouts
 from lockstep.rollout.sampler import GroupSampler, OnProgress, Resampling, SampledStep, SampleKey
 from lockstep.transfer import buckets
 from lockstep.transfer.buckets import Verifier, serving
@@ -161,7 +162,7 @@ class RolloutEngine:
 
 class Rollouts:
     """Samples the groups of each step: a pure function of (seed, step, weights), so a step's number is all
-    that a checkpoint needs to hold.
+    that a checkpoint needs to hold. Under rollout.max_lag it needs `partial`, too.
 
     Args:
         algorithm: says which groups dynamic sampling keeps, if the config asks for it.
@@ -182,6 +183,8 @@ class Rollouts:
         options = config.algorithm.resolved()
         if options.dynamic_sampling:
             self._resampling = Resampling(keep=algorithm.keep, max_rounds=options.max_resample_rounds)
+        self.partial: PartialRollouts | None = None
+        """Set under rollout.max_lag: samples that were begun for later steps, which a checkpoint holds."""
         self._sampler = engine.sampler(
             environment,
             on_progress=hooks.on_progress,
@@ -189,6 +192,10 @@ class Rollouts:
             cancelled=hooks.cancelled,
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
+        if config.rollout.max_lag:
+            self.partial = PartialRollouts(
+                self._sampler, rollout=config.rollout, run_seed=config.seed, steps=config.steps
+            )
 
     def next(self, step: int) -> SampledStep | None:
         """Return the groups of a step with their rewards; None: the run was asked to stop meanwhile.
@@ -197,7 +204,7 @@ class Rollouts:
             EngineError: from the engine; or it was aborted by somebody else.
             RewardError: a reward failed, or dynamic sampling found too few groups.
         """
-        sampled = self.sample(step)
+        sampled = self._sample(step)
         if self._hooks.stopping():
             return None
         if sampled.aborted:
@@ -206,14 +213,29 @@ class Rollouts:
                 "run did not request it; does another client use the server? Resume the run with its own "
                 "engine"
             )
+        self._commit()
         return sampled
 
     def sample(self, step: int) -> SampledStep:
         """As `next`; an aborted step is returned as such."""
+        sampled = self._sample(step)
+        if not sampled.aborted:
+            self._commit()
+        return sampled
+
+    def _commit(self) -> None:
+        """The step that was sampled last is trained on."""
+        if self.partial is not None:
+            self.partial.commit()
+
+    def _sample(self, step: int) -> SampledStep:
         before = self.engine.stats()
         key = SampleKey(run_seed=self.config.seed, step=step)
         with self._hooks.spans("generate"), self.engine.explaining_memory("engine"):
-            sampled = self._sampler.step(key, rollout=self.config.rollout, resampling=self._resampling)
+            if self.partial is not None:
+                sampled = self.partial.step(step)
+            else:
+                sampled = self._sampler.step(key, rollout=self.config.rollout, resampling=self._resampling)
         if sampled.aborted:
             return sampled
         return dataclasses.replace(sampled, counts=sampled.counts | self.engine.metrics(since=before))

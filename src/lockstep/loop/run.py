@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -43,10 +43,12 @@ from lockstep.loop.metrics import CompileMeter, memory_of_ranks
 from lockstep.loop.policy import Policy
 from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.resolve import Resolved
-from lockstep.loop.roles import Critic, Roles
+from lockstep.loop.roles import Critic
 from lockstep.loop.rollout_rows import RolloutLog
+from lockstep.loop.rollouts import Rollouts
 from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
 from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
+from lockstep.loop.saved import saved
 from lockstep.loop.saving import Saving
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
@@ -55,7 +57,7 @@ from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.metrics import MetricsLog, Spans
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import EVALUATIONS
-from lockstep.protocols import Algorithm, Saved, ValueAlgorithm
+from lockstep.protocols import Algorithm
 from lockstep.ranks.context import RankContext, record
 from lockstep.ranks.environment import recovery
 from lockstep.rollout.sampler import SampledStep
@@ -323,27 +325,17 @@ class Run:
         policy: Policy,
         critic: Critic | RemoteCritic | None = None,
         algorithm: Algorithm | None = None,
+        rollouts: Rollouts | None = None,
     ) -> None:
         """Load the checkpoint to go on from, if any; from here on these are what a checkpoint holds, and what
         is recorded."""
         self._policy, self._compiled = policy, CompileMeter(policy.backend, ranks=self.ranks)
         policy.details = self._rollouts.details
-        done = self._saving.load(self._saved(policy, critic, algorithm)) if self._resumed else 0
+        begun = None if rollouts is None else rollouts.partial
+        done = self._saving.load(saved(policy, critic, algorithm, begun, self.ranks)) if self._resumed else 0
         self._begin(done)
         self._attach_recorders(policy, critic)
-        self._saving.begin(done, self._saved(policy, critic, algorithm))
-
-    def _saved(
-        self, policy: Policy, critic: Critic | RemoteCritic | None, algorithm: Algorithm | None
-    ) -> Saved:
-        if critic is None:
-            return policy.backend
-        return Roles(
-            policy=policy.backend,
-            others={"value": critic.backend},
-            algorithm=cast(ValueAlgorithm, algorithm),
-            ranks=self.ranks,
-        )
+        self._saving.begin(done, saved(policy, critic, algorithm, begun, self.ranks))
 
     def _begin(self, done: int) -> None:
         """Open the metrics, on rank 0, for the steps after the first `done`."""

@@ -172,6 +172,12 @@ class OnlineTrainer:
         spans: Spans | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
+        if parts.run.rollout.max_lag:
+            raise ConfigError(
+                f"unsupported-combination: rollout.max_lag = {parts.run.rollout.max_lag} with OnlineTrainer, "
+                "whose steps know nothing of one another; copy examples/own_loop.py instead",
+                setting="rollout.max_lag",
+            )
         if parts.engine is not parts.connected.engine or parts.transfer is not parts.connected.transfer:
             connected = RolloutEngine(
                 parts.engine,

@@ -58,7 +58,7 @@ def train(
         engine = build.engine(policy)  # hf, native, vllm or sglang: token ids in, token ids and logprobs out
         rollouts = build.rollouts(engine, environment, algorithm)
         describe(run, build, environment=environment, policy=policy, engine=engine)
-        run.restore(policy, critic, algorithm)  # from the checkpoint to go on from, if there is one
+        run.restore(policy, critic, algorithm, rollouts)  # from the checkpoint to go on from, if there is one
 
         engine.load(policy, version=run.first_step)
         for step, sampled in run.steps(rollouts, evaluate=evaluation_of(run, engine, environment)):

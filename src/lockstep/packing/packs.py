@@ -37,7 +37,7 @@ Samples = TypeVar("Samples", bound=TrainSample)
 _PER_TOKEN = (
     *("token_ids", "positions", "labels", "loss_mask", "loss_weights"),
     *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "returns", "old_values"),
-    *("margins", "desirability", "kl_baseline"),
+    *("margins", "desirability", "kl_baseline", "current"),
 )
 """Per-token fields of batches, of which each kind has some."""
 
@@ -154,6 +154,8 @@ def _columns(
             f"missing-values: {len(refs)} of {len(samples)} samples have ref_logprobs; give them to all "
             "samples or to none"
         )
+    if samples[0].current is not None:
+        columns["current"] = torch.cat(_column(samples, "current"))
     return columns | ({"ref_logprobs": torch.cat(refs)} if refs else {}), PolicyBatch
 
 

@@ -237,6 +237,11 @@ class Environment:
         is not the default. Then timing does not decide which rank samples what."""
         return type(self).score_together is not Environment.score_together
 
+    @property
+    def takes_one_turn(self) -> bool:
+        """Whether every trajectory is a single turn: `run` is the default."""
+        return type(self).run is Environment.run
+
     report: Mapping[str, int] = {}
     """Counts of rows that were left out or cut, for the start of a run."""
     fingerprint: str | None = None

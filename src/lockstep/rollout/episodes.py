@@ -52,6 +52,7 @@ def run_episodes(
     rules: TrajectoryRules,
     on_end: Callable[[int, int, Trajectory], None],
     stop: Callable[[], bool] = lambda: False,
+    begun: Callable[[int, int], tuple[Span, ...]] | None = None,
 ) -> list[list[Trajectory]]:
     """Run every trajectory of the tasks to its end; one list per task, in order of its seeds. First turns of
     a task that are alike are one request, so that the engine computes their prompt once.
@@ -64,6 +65,8 @@ def run_episodes(
             ended.
         stop: whether no further turn is to begin: the engine's `abort` may come when no turn is running.
             Trajectories that were not at their end then end with finish_reason "abort".
+        begun: for environments of one turn: given the number of the task and the index of the seed, returns
+            what an earlier call has sampled of the trajectory, which goes on after it (`Trajectory.begun`).
 
     Raises:
         DataError: the context of a trajectory's first turn leaves no room for it.
@@ -72,7 +75,7 @@ def run_episodes(
             and no `environment.run` goes on.
     """
     with _Run(engine, environment, take, rules=rules) as run:
-        run.on_end, run.stop = on_end, stop
+        run.on_end, run.stop, run.begun = on_end, stop, begun
         return run.to_the_end()
 
 
@@ -132,6 +135,7 @@ class _Run:
 
     on_end: Callable[[int, int, Trajectory], None]
     stop: Callable[[], bool]
+    begun: Callable[[int, int], tuple[Span, ...]] | None = None
 
     def __init__(
         self,
@@ -142,7 +146,7 @@ class _Run:
         rules: TrajectoryRules,
     ) -> None:
         self._engine, self._environment, self._take, self._rules = engine, environment, take, rules
-        self._inline = type(environment).run is Environment.run
+        self._inline = environment.takes_one_turn
         self._longer = not self._inline and rules.max_tokens > rules.sampling.max_tokens
         """Whether trajectories may become longer than a turn."""
         self._lock = threading.RLock()
@@ -319,6 +323,7 @@ class _Run:
                 sampling=sampling,
                 seeds=tuple(episode.sampler.seed for episode in group),
                 trajectory_tokens=self._rules.max_tokens if self._longer else 0,
+                begun=() if self.begun is None else tuple(self.begun(e.number, e.index) for e in group),
             )
             for (_, prompt, sampling), group in alike.items()
         ]

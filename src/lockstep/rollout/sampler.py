@@ -7,8 +7,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +22,7 @@ from lockstep.ranks.shared_queue import SharedQueue
 from lockstep.rollout.environment import Environment, SingleTurn, Trajectories, TrajectoryRules
 from lockstep.rollout.episodes import run_episodes
 from lockstep.rollout.rewards import Scored, check_total
+from lockstep.rollout.score_stream import ScoreStream
 from lockstep.rollout.shares import SentShare, Share
 from lockstep.schema.rollout import (
     Prompt,
@@ -37,9 +36,6 @@ from lockstep.schema.rollout import (
 OnProgress = Callable[[int, int], None]
 """Called with (finished samples, all samples)."""
 Keep = Callable[[RolloutGroup], bool]
-Score = Callable[[Sequence[Trajectories]], Sequence[Sequence[Scored | float | None]]]
-STEP_SECONDS = 0.5
-"""Longest single wait of `ScoreStream.results`, so that Ctrl-C is noticed."""
 _ROUND_PROMPTS = -1
 """Used in place of the prompt index to seed the prompt order of a resampling round."""
 
@@ -100,81 +96,6 @@ class Resampling:
     keep: Keep
     max_rounds: int
     """Most rounds, including the first."""
-
-
-class ScoreStream:
-    """Calls `score` in a thread with all groups that have arrived, one call at a time, so that a slow reward
-    gets large batches.
-
-    Args:
-        score: returns one list of scores per group, in order. Its own time limits bound `results`.
-        on_failure: called in the thread when `score` raises: nothing more is scored.
-
-    Example:
-        >>> stream = ScoreStream(environment.score, on_failure=engine.abort)
-        >>> stream.add(0, (task_0, trajectories_0))
-        >>> scores = stream.results()
-        >>> scores[0]
-        [Scored(...), ...]
-    """
-
-    def __init__(self, score: Score, *, on_failure: Callable[[], None]) -> None:
-        self._score, self._on_failure = score, on_failure
-        self._added: queue.SimpleQueue[tuple[int, Trajectories] | None] = queue.SimpleQueue()
-        self._scores: dict[int, Sequence[Scored | float | None]] = {}
-        self._failure: BaseException | None = None
-        # A daemon: a reward that never returns must not keep a process alive that wants to end.
-        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
-        self._thread.start()
-
-    def add(self, number: int, group: Trajectories) -> None:
-        """Queue a group for scoring; return at once."""
-        self._added.put((number, group))
-
-    def results(self) -> dict[int, Sequence[Scored | float | None]]:
-        """Wait for the scores of every group that was added. Raises what `score` raised."""
-        self.stop()
-        while self._thread.is_alive():
-            self._thread.join(STEP_SECONDS)
-        if self._failure is not None:
-            raise self._failure
-        return self._scores
-
-    def stop(self) -> None:
-        """Take no more groups; the thread ends when those that were added are scored."""
-        self._added.put(None)
-
-    @property
-    def failed(self) -> bool:
-        """Whether `score` raised."""
-        return self._failure is not None
-
-    def _scored(self, groups: Sequence[Trajectories]) -> list[Sequence[Scored | float | None]]:
-        """The scores of the groups. Raises RewardError: there is not one for each trajectory."""
-        scores = [list(of_group) for of_group in self._score(groups)] if groups else []
-        got, wanted = [len(of_group) for of_group in scores], [len(group[1]) for group in groups]
-        if got != wanted:
-            raise RewardError(
-                f"wrong-result: the environment's score returned lists of {got} rewards for groups of "
-                f"{wanted} trajectories; return one list per group with one reward per trajectory"
-            )
-        return list(scores)
-
-    def _run(self) -> None:
-        stopping = False
-        while not stopping:
-            batch = [self._added.get()]
-            while not self._added.empty():
-                batch.append(self._added.get())
-            stopping = None in batch
-            groups = [added for added in batch if added is not None]
-            try:
-                scores = self._scored([group for _, group in groups])
-            except BaseException as error:  # raised where the results are waited for
-                self._failure = error
-                self._on_failure()
-                return
-            self._scores.update(zip((number for number, _ in groups), scores, strict=True))
 
 
 @dataclass(slots=True)
@@ -258,26 +179,40 @@ class GroupSampler:
             EngineError: from the engine, or when it returns other samples than requested.
             RewardError: from a reward, or when no group is left.
         """
+        rules = self.rules(sampling, prompts)
+        source = self._source(len(prompts), group_size)
+        share = partial(self._share, prompts, source, key, rules=rules, group_size=group_size)
+        return self.gathered(share, prompts)
+
+    def rules(self, sampling: SamplingConfig | TrajectoryRules, prompts: Sequence[Prompt]) -> TrajectoryRules:
+        """Return the rules with the longest context of these prompts. Raises DataError: one is too long."""
+        rules = sampling
+        if isinstance(rules, SamplingConfig):
+            rules = TrajectoryRules.of(sampling_params(rules))
+        if self.max_prompt_tokens is None:
+            return rules
         for task in prompts:
-            if self.max_prompt_tokens is not None and len(task.token_ids) > self.max_prompt_tokens:
+            if len(task.token_ids) > self.max_prompt_tokens:
                 raise DataError(
                     f"too-long: {task.where or f'task {task.index}'} has a prompt of {len(task.token_ids)} "
                     f"tokens, which exceeds data.max_prompt_tokens = {self.max_prompt_tokens}; raise the "
                     "setting, or shorten the prompt"
                 )
-        rules = sampling
-        if isinstance(rules, SamplingConfig):
-            rules = TrajectoryRules.of(sampling_params(rules))
-        if self.max_prompt_tokens is not None:
-            rules = replace(rules, max_context=self.max_prompt_tokens + rules.max_tokens)
-        size, source = self.ranks.world_size, self._source(len(prompts), group_size)
+        return replace(rules, max_context=self.max_prompt_tokens + rules.max_tokens)
+
+    def gathered(self, own: Callable[[], Share], prompts: Sequence[Prompt]) -> SampledStep:
+        """Return the groups of all ranks, each of which samples and scores what `own` returns. Aborted when
+        one of the ranks was. Collective.
+
+        Raises:
+            RewardError: no group is left. And what `own` raises.
+        """
 
         def own_share() -> Share:
-            share = partial(self._share, prompts, source, key, rules=rules, group_size=group_size)
             if not runs_on_ranks(self.engine):
-                return share()
+                return own()
             with self.engine.leading():
-                return share()
+                return own()
 
         call = own_share if self.around is None else partial(self.around, own_share)
         if runs_on_ranks(self.engine) and self.ranks.rank % self.engine.ranks:
@@ -285,7 +220,7 @@ class GroupSampler:
             # error here must end this rank, and with it the others, instead of waiting to be gathered.
             self.engine.follow()
             call = Share
-        if size == 1:
+        if self.ranks.world_size == 1:
             shares = [call()]
         else:
             sent = self.ranks.gather_results(
@@ -313,22 +248,25 @@ class GroupSampler:
         )
         return SampledStep(groups=groups, counts=counts, requested=tuple(requested))
 
+    def own(self, count: int) -> tuple[range, int]:
+        """Return which of `count` prompts are this rank's, and the number of engines that share them."""
+        together = self.engine.ranks if runs_on_ranks(self.engine) else 1
+        engines = self.ranks.world_size // together
+        return range(self.ranks.rank // together, count, engines), engines
+
     def _source(self, count: int, group_size: int) -> _Source:
         """What this rank takes the numbers of its prompts from.
 
         Timing may decide which rank samples what only where a sample does not depend on those beside it: the
         engine is batch-invariant. Elsewhere it is a function of the prompts.
         """
-        ranks = self.ranks
-        together = self.engine.ranks if runs_on_ranks(self.engine) else 1
-        engines = ranks.world_size // together
-        own = range(ranks.rank // together, count, engines)
+        own, engines = self.own(count)
         anywhere = getattr(self.engine, "contract", None) is not None and not self.environment.scores_together
         if engines == 1 or self.room is None or not anywhere:
             return _Source(own)
         # At the beginning no rank takes more than its part, however many samples its engine can run at once.
         part = -(-count // engines) * group_size
-        queue = SharedQueue(ranks=ranks, name=f"prompts/{next(ranks.calls)}", length=count)
+        queue = SharedQueue(ranks=self.ranks, name=f"prompts/{next(self.ranks.calls)}", length=count)
         return _Source(own, queue=queue, room=min(self.room, part))
 
     def _share(
@@ -341,7 +279,7 @@ class GroupSampler:
         group_size: int,
     ) -> Share:
         """This rank's share of `groups`; it may have no task."""
-        if self._is_cancelled():
+        if self.is_cancelled():
             source.close()
             return Share(aborted=True)
         scores = ScoreStream(self.environment.score, on_failure=self.engine.abort)
@@ -351,7 +289,7 @@ class GroupSampler:
 
         def take(running: int) -> list[tuple[Prompt, tuple[int, ...]]]:
             if source.queue is not None and not source.empty:  # else nothing is left that could be stopped
-                source.stopped = source.stopped or scores.failed or self._is_cancelled()
+                source.stopped = source.stopped or scores.failed or self.is_cancelled()
             taken = [prompts[number] for number in source.take(running, group_size)]
             tasks.extend(taken)
             ended.extend({} for _ in taken)
@@ -373,7 +311,7 @@ class GroupSampler:
                 take,
                 rules=rules,
                 on_end=score,
-                stop=lambda: scores.failed or self._is_cancelled(),
+                stop=lambda: scores.failed or self.is_cancelled(),
             )
         except BaseException:
             scores.stop()
@@ -388,18 +326,24 @@ class GroupSampler:
             scores.stop()
             return Share()
         groups = list(zip(tasks, trajectories, strict=True))
-        with self._span("reward"):
+        return replace(self.scored(groups, scores, key=key), numbers=tuple(source.taken))
+
+    def scored(self, groups: Sequence[Trajectories], scores: ScoreStream, *, key: SampleKey) -> Share:
+        """Wait for the scores of the groups, which were added under their place here, and return the groups
+        with their rewards; a share without `numbers`."""
+        with self.span("reward"):
             by_group = scores.results()
             named = [[_named(score) for score in by_group[i]] for i in range(len(groups))]
             scored = self.environment.score_together(groups, named)
-        share = _scored(groups, scored, key=key, counts=self.environment.pop_counts())
-        return replace(share, numbers=tuple(source.taken))
+        return _scored(groups, scored, key=key, counts=self.environment.pop_counts())
 
-    def _is_cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
+        """Whether the caller asks for an end; see `cancelled`."""
         return self.cancelled is not None and self.cancelled()
 
-    def _tasks(self, n: int, key: SampleKey, tried: set[tuple[int, ...]]) -> list[Prompt]:
-        """See _round_tasks. The rows of a large set are read by rank 0 alone, which sends the prompts to the
+    def tasks(self, n: int, key: SampleKey, tried: set[tuple[int, ...]]) -> list[Prompt]:
+        """Return the tasks of a round: the step's own in round 0; later ones in another order, those not yet
+        tried first. The rows of a large set are read by rank 0 alone, which sends the prompts to the
         others, unless a row holds what JSON does not (times, bytes): then each rank reads them."""
 
         def made() -> list[Prompt]:
@@ -411,14 +355,15 @@ class GroupSampler:
             prompts[:] = made()
             return prompts if all(_is_json(prompt.row) for prompt in prompts) else None
 
-        with self._span("data"):
+        with self.span("data"):
             if self.ranks.world_size == 1 or not _reads_rows(self.environment):
                 return made()
             what = "the prompts of the step"
             sent = self.ranks.on_rank_zero(sendable, list[Prompt] | None, what=what)
             return sent or prompts or made()  # rank 0 has read them
 
-    def _span(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Time what is done inside under this name."""
         return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
     def step(
@@ -446,7 +391,7 @@ class GroupSampler:
         rejected = 0
         for sampling_round in range(1 if resampling is None else resampling.max_rounds):
             key = replace(key, sampling_round=sampling_round)
-            batch = self._tasks(num_groups, key, tried)[: num_groups - len(kept)]
+            batch = self.tasks(num_groups, key, tried)[: num_groups - len(kept)]
             tried.update(prompt.token_ids for prompt in batch)
             rules = trajectory_rules(rollout)
             sampled = self.groups(batch, key, sampling=rules, group_size=rollout.group_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import ClassVar
@@ -11,6 +11,9 @@ from typing import ClassVar
 from pydantic import ConfigDict
 
 from lockstep.schema.rollout import Prompt, Rollout, SampleRecord, Span, Trajectory
+
+Prompts = Sequence[Prompt] | Mapping[int, Prompt]
+"""The prompts of a call, by number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,7 @@ class SentShare:
     """float64."""
 
     @classmethod
-    def of(cls, share: Share, prompts: Sequence[Prompt]) -> SentShare:
+    def of(cls, share: Share, prompts: Prompts) -> SentShare:
         """Return what to send. prompts: of the call."""
         lengths, token_ids, logprobs = array("I"), array("I"), array("d")
 
@@ -63,7 +66,7 @@ class SentShare:
             logprobs=logprobs.tobytes(),
         )
 
-    def received(self, prompts: Sequence[Prompt]) -> Share:
+    def received(self, prompts: Prompts) -> Share:
         """Return the share that was sent. prompts: of the call."""
         lengths = iter(array("I", self.lengths))
         token_ids, logprobs = iter(array("I", self.token_ids)), iter(array("d", self.logprobs))

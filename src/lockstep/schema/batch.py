@@ -91,6 +91,8 @@ class RolloutSample(TrainSample):
     """Whether max_tokens or the context length cut the trajectory off."""
     trajectory: int = -1
     """Number of the trajectory that it is a part of, in its step; -1: the document is one, `sample_id`."""
+    versions: Tensor | None = None
+    """[L] int64, the version of the policy that sampled the token; None: all are of `policy_version`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,8 @@ class PolicySample(RolloutSample):
     """[L] float32, from the algorithm; 0 where loss_mask is False."""
     ref_logprobs: Tensor | None = None
     """[L] float32, nats, from the frozen reference. None if the algorithm has no KL term."""
+    current: Tensor | None = None
+    """[L] bool, True where the trainer's weights sampled the token; None: everywhere, or it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +183,7 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
     token_ids = np.array(tuple(chain.from_iterable(span.token_ids for span in spans)), dtype=np.int64)
     loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
     rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
+    versions = np.full(len(token_ids), trajectory.policy_version, dtype=np.int64)
     start = 0
     for span in spans:
         stop = start + len(span.token_ids)
@@ -191,6 +196,8 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
                 )
             loss_mask[start - 1 : stop - 1] = True
             rollout_logprobs[start - 1 : stop - 1] = span.logprobs
+            assert span.policy_version is not None, "written by the policy"
+            versions[start - 1 : stop - 1] = span.policy_version
         start = stop
     return RolloutSample(
         token_ids=torch.from_numpy(token_ids),
@@ -200,6 +207,7 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
         policy_version=trajectory.policy_version,
         truncated=trajectory.finish_reason == "length",
         trajectory=number if trajectory.earlier or sample_id != number else -1,
+        versions=torch.from_numpy(versions) if len(trajectory.policy_versions) > 1 else None,
     )
 
 
@@ -223,6 +231,7 @@ def policy_samples(
     advantages: Sequence[Tensor] | None,
     *,
     ref_logprobs: Sequence[Tensor] | None = None,
+    version: int | None = None,
 ) -> list[PolicySample]:
     """Return the samples with their advantages.
 
@@ -230,6 +239,7 @@ def policy_samples(
         advantages: [L] float32 per sample, 0 where loss_mask is False. None: all 0, for packs that are only
             scored.
         ref_logprobs: [L] float32 per sample, nats; None: the algorithm has no KL term.
+        version: of the trainer's weights, where some tokens may be of earlier ones.
     """
     if advantages is None:
         advantages = [torch.zeros(len(sample)) for sample in samples]
@@ -245,9 +255,18 @@ def policy_samples(
             advantages=values,
             ref_logprobs=ref,
             trajectory=sample.trajectory,
+            versions=sample.versions,
+            current=None if version is None else _sampled_by(version, sample),
         )
         for sample, values, ref in zip(samples, advantages, refs, strict=True)
     ]
+
+
+def _sampled_by(version: int, sample: RolloutSample) -> Tensor:
+    """[L] bool."""
+    if sample.versions is None:
+        return torch.full((len(sample),), sample.policy_version == version)
+    return sample.versions == version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -375,6 +394,8 @@ class PolicyBatch(PackedBatch):
     since, so a loss uses its own logprobs, detached (importance ratio exactly 1)."""
     ref_logprobs: Tensor | None = None
     """[T] float32, nats, from the frozen reference. None if the algorithm has no KL term."""
+    current: Tensor | None = None
+    """[T] bool, PolicySample.current. It is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,6 +63,11 @@ class GenerationRequest:
     trajectory_tokens: int = 0
     """Tokens after the first turn's prompt that all turns and replies may come to; engines size their KV
     cache by it. 0: as many as this turn."""
+    begun: tuple[tuple[Span, ...], ...] = ()
+    """For each seed, what the policy has written of the sample so far (see `Trajectory.begun`): the sample
+    goes on after it, as if it had never been cut off, and its completion has all of it. Empty: none has
+    begun. Engines without
+    `partial_rollouts` refuse it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +234,11 @@ class Trajectory:
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The tokens before the first policy token of the last part."""
         return self.spans[0].token_ids
+
+    @property
+    def begun(self) -> tuple[Span, ...]:
+        """What the policy wrote in a single turn, so that another request may go on with it."""
+        return tuple(span for span in self.spans[1:] if span.token_ids)
 
     @property
     def policy_tokens(self) -> int:

@@ -22,7 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.view.render import STATIC, Site
 
 HOST = "127.0.0.1"
@@ -43,6 +43,8 @@ HEADERS = {
 }
 _PORTS_TRIED = 50
 _MOST_POINTS = 20_000
+_LONGEST_PATH = 2000
+"""In characters. Python refuses to read numbers of more than 4,300 digits."""
 
 
 class Guard:
@@ -80,6 +82,8 @@ class Guard:
             return Response("This server has other names.", 421, media_type="text/plain")
         if request.method not in ("GET", "HEAD"):
             return Response("GET only.", 405, {"allow": "GET, HEAD"}, "text/plain")
+        if len(request.scope["path"]) > _LONGEST_PATH:
+            return Response("No page has a path this long.", 414, media_type="text/plain")
         # A path that a browser cannot take for another host's URL.
         path, query = quote("/" + request.scope["path"].lstrip("/\\")), request.query_params
         if "token" not in query:
@@ -130,6 +134,9 @@ def app(site: Site) -> Starlette:
         html = site.error(error, request.path_params.get("run"))
         return _answer(request, html, status=404 if error.code in ("unknown-name", "no-such-file") else 400)
 
+    def unreadable(request: Request, error: Exception) -> Response:
+        return failed(request, DataError(f"cannot-read: {error}"))
+
     def missing(request: Request, _: Exception) -> Response:
         return failed(request, ConfigError("unknown-name: there is no such page; the runs are at /"))
 
@@ -150,7 +157,7 @@ def app(site: Site) -> Starlette:
             *(Route(path, answer, methods=["GET"]) for path, answer in routes.items()),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
-        exception_handlers={LockstepError: failed, 404: missing},
+        exception_handlers={LockstepError: failed, OSError: unreadable, 404: missing},
     )
 
 

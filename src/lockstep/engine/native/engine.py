@@ -48,6 +48,8 @@ class NativeEngine(EmbeddedEngine):
     where requests say how long a trajectory may become, it is sized for all trajectories. It grows when
     nothing runs: turns beyond it wait for that, and keys of held trajectories are then computed again."""
 
+    partial_rollouts = True
+
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
         device = next(model.module.parameters()).device
         _check_device(device, model.dtype)
@@ -250,12 +252,16 @@ class NativeEngine(EmbeddedEngine):
         reach = min(len(prompt) + trajectory, self._model.max_positions) - 1 if trajectory and shares else 0
         before = ended.get(_key(turn, 0)) if turn.after is not None and shares else None
         computed = 0 if before is None else before.computed
-        return [
+        samples = [
             Sample.of(
                 turn, i, model=self._model, owners=owners, before=before, reach=reach, computed=computed
             )
             for i in range(len(turn.samples))
         ]
+        for sample in samples:
+            if turn.request.begun and turn.request.begun[sample.index]:
+                sample.computed = sample.known - 1
+        return samples
 
     def _start(self) -> None:
         """Start a generation of all samples that wait; nothing runs now."""

@@ -1,0 +1,239 @@
+"""Rollouts that may take several steps of a run (rollout.max_lag = S > 0).
+
+    step t     tasks of t     tasks of t + 1   ...   tasks of t + S
+               to their end   as far as they come
+                  |
+                  v
+               trained on in step t
+
+Step t is trained on the tasks of step t, as without a lag, whatever their length: no rollout is dropped for
+its age, and short ones are not preferred. But its samples begin earlier. Generation in a step samples the
+tasks of S further steps as well, and is cut off when its own have ended. The next step goes on with what was
+cut off, under its weights: the keys of what is there are computed again, and each span keeps the version that
+wrote it. The tasks of a step are admitted at most S steps before it is trained, so no token is older than S
+versions.
+
+While the tail of one step's rollouts is decoded, those of the next steps fill the rows of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from lockstep.config.rollout import RolloutConfig
+from lockstep.errors import EngineError
+from lockstep.rollout.episodes import at_once, run_episodes
+from lockstep.rollout.sampler import GroupSampler, SampledStep, SampleKey, trajectory_rules
+from lockstep.rollout.score_stream import ScoreStream
+from lockstep.rollout.shares import SentShare, Share
+from lockstep.schema.rollout import Prompt, Rollout, Span, Trajectory
+
+Place = tuple[int, int]
+"""The step that a group is trained in, and its number among the prompts of that step."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group of this rank that has not been trained on."""
+
+    task: Prompt
+    seeds: tuple[int, ...]
+    samples: list[Trajectory | None]
+    """As far as they have come; None: not begun."""
+
+    def pending(self) -> list[int]:
+        """The samples that are not at their end."""
+        return [i for i, one in enumerate(self.samples) if one is None or one.finish_reason == "abort"]
+
+    def begun(self, sample: int) -> tuple[Span, ...]:
+        trajectory = self.samples[sample]
+        return () if trajectory is None else trajectory.begun
+
+
+class PartialRollouts:
+    """Samples the steps of a run under a lag. Every rank makes the same calls, and has groups of its own: the
+    same ones in each step.
+
+    Args:
+        steps: of the run; no task beyond them is begun.
+
+    Raises:
+        EngineError: the engine cannot go on with samples, or the environment has several turns.
+    """
+
+    def __init__(self, sampler: GroupSampler, *, rollout: RolloutConfig, run_seed: int, steps: int) -> None:
+        engine = sampler.engine
+        if not getattr(engine, "partial_rollouts", False):
+            raise EngineError(
+                f"unsupported-combination: rollout.max_lag = {rollout.max_lag} needs an engine that goes on "
+                f"with samples of earlier weights, and {type(engine).__name__} does not; set engine.name = "
+                "'native' in the trainer's process, or rollout.max_lag = 0",
+                setting="rollout.max_lag",
+            )
+        if not sampler.environment.takes_one_turn:
+            raise EngineError(
+                f"unsupported-combination: rollout.max_lag = {rollout.max_lag} with an environment of "
+                f"several turns ({type(sampler.environment).__name__}), whose tools do not outlive a step; "
+                "set rollout.max_lag = 0",
+                setting="rollout.max_lag",
+            )
+        self._sampler, self._rollout, self._run_seed, self._steps = sampler, rollout, run_seed, steps
+        self._rules = trajectory_rules(rollout)
+        self._tasks: dict[int, list[Prompt]] = {}
+        self._open: dict[Place, _Group] = {}
+        self._sampled: dict[Place, _Group] | None = None
+        """What is open after the step that was sampled last, until `commit`."""
+        self._restored: list[SentShare] = []
+
+    def step(self, step: int) -> SampledStep:
+        """Sample the rollouts of a step. What is sampled of the next ones counts after `commit`; a step that
+        is sampled again begins where the last commit was.
+
+        Raises:
+            EngineError, RewardError: as GroupSampler.groups.
+        """
+        self._admit(step)
+        tasks = self._tasks[step]
+        working = {place: replace(group, samples=[*group.samples]) for place, group in self._open.items()}
+        sampled = self._sampler.gathered(lambda: self._share(step, working), tasks)
+        self._sampled = {place: group for place, group in working.items() if place[0] > step}
+        if sampled.aborted:
+            return sampled
+        trajectories = [one.trajectory for group in sampled.groups for one in group.rollouts]
+        lags = [step - trajectory.policy_version for trajectory in trajectories]
+        versions = [len(trajectory.policy_versions) for trajectory in trajectories]
+        counts = {
+            "rollout/lag_mean": sum(lags) / len(lags),
+            "rollout/lag_max": float(max(lags)),
+            "rollout/versions_mean": sum(versions) / len(versions),
+        }
+        return replace(sampled, counts=sampled.counts | counts)
+
+    def commit(self) -> None:
+        """The step that was sampled last is trained on: its rollouts are no longer open."""
+        assert self._sampled is not None, "step() comes first"
+        self._open, self._sampled = self._sampled, None
+
+    def _admit(self, step: int) -> None:
+        """Let the tasks of the step and of the next ones be open; those of earlier ones are done."""
+        size, last = self._rollout.group_size, min(step + self._rollout.max_lag, self._steps - 1)
+        self._tasks = {at: tasks for at, tasks in self._tasks.items() if at >= step}
+        for at in range(step, last + 1):
+            if at not in self._tasks:
+                key = SampleKey(run_seed=self._run_seed, step=at)
+                tasks = self._tasks[at] = self._sampler.tasks(self._rollout.prompts_per_step, key, set())
+                self._rules = self._sampler.rules(trajectory_rules(self._rollout), tasks)
+                for number in self._sampler.own(len(tasks))[0]:
+                    seeds = key.seeds(tasks[number].index, size)
+                    self._open[at, number] = _Group(tasks[number], seeds, [None] * size)
+        self._fill()
+
+    def _share(self, step: int, working: Mapping[Place, _Group]) -> Share:
+        """This rank's groups of the step, sampled to their end and scored; those of `working` are changed."""
+        engine, environment, sampler = self._sampler.engine, self._sampler.environment, self._sampler
+        own = [place for place in sorted(working) if place[0] == step]
+        if sampler.is_cancelled():
+            return Share(aborted=True)
+        scores = ScoreStream(environment.score, on_failure=engine.abort)
+        left = sum(len(working[place].pending()) for place in own)
+        total = sum(len(working[place].samples) for place in own)
+
+        def score(place: Place) -> None:
+            group = working[place]
+            if place[0] == step and not group.pending():
+                scores.add(own.index(place), (group.task, [one for one in group.samples if one is not None]))
+
+        for place in own:
+            score(place)
+        running = [(place, working[place].pending()) for place in sorted(working)]
+        running = [(place, samples) for place, samples in running if samples]
+
+        def on_end(number: int, index: int, trajectory: Trajectory) -> None:
+            nonlocal left
+            place, samples = running[number]
+            working[place].samples[samples[index]] = trajectory
+            if place[0] != step or trajectory.finish_reason == "abort":
+                return
+            left -= 1
+            if sampler.on_progress is not None:
+                sampler.on_progress(total - left, total)
+            score(place)
+            if not left:
+                engine.abort()  # the others go on in the next step
+
+        try:
+            if left:
+                tasks = [(working[at].task, [working[at].seeds[i] for i in which]) for at, which in running]
+                run_episodes(
+                    engine,
+                    environment,
+                    at_once(tasks),
+                    rules=self._rules,
+                    on_end=on_end,
+                    stop=lambda: scores.failed or sampler.is_cancelled(),
+                    begun=lambda number, index: working[running[number][0]].begun(running[number][1][index]),
+                )
+        except BaseException:
+            scores.stop()
+            raise
+        if left and not scores.failed:
+            scores.stop()
+            return Share(aborted=True)
+        groups = [(working[at].task, [one for one in working[at].samples if one is not None]) for at in own]
+        if not groups:
+            scores.stop()
+            return Share()
+        share = sampler.scored(groups, scores, key=SampleKey(run_seed=self._run_seed, step=step))
+        ahead = sum(
+            one.policy_tokens
+            for place, group in working.items()
+            if place[0] > step
+            for one in group.samples
+            if one is not None
+        )
+        counts = {**share.counts, "rollout/tokens_ahead": float(ahead)}
+        return replace(share, numbers=tuple(number for _, number in own), counts=counts)
+
+    # in a checkpoint
+
+    def state(self) -> SentShare:
+        """Return what this rank has sampled of the steps that are not trained on, as of the last commit."""
+        begun = {place: group for place, group in self._open.items() if any(group.samples)}
+        rollouts = tuple(
+            tuple(
+                Rollout(trajectory=one, reward=0.0, rewards={}, sample=i)  # not scored yet
+                for i, one in enumerate(group.samples)
+                if one is not None
+            )
+            for group in begun.values()
+        )
+        numbers = tuple(self._number(place) for place in begun)
+        share = Share(numbers=numbers, rollouts=rollouts)
+        return SentShare.of(share, {n: group.task for n, group in zip(numbers, begun.values(), strict=True)})
+
+    def restore(self, states: Iterable[SentShare]) -> None:
+        """Go on from the states of all ranks; of each group the rank takes it whose it is now."""
+        self._restored = list(states)
+
+    def _number(self, place: Place) -> int:
+        return place[0] * self._rollout.prompts_per_step + place[1]
+
+    def _fill(self) -> None:
+        """Put what was restored into the groups that are open."""
+        groups = {self._number(place): group for place, group in self._open.items()}
+        per_step = self._rollout.prompts_per_step
+        tasks = {at * per_step + i: task for at, tasks in self._tasks.items() for i, task in enumerate(tasks)}
+        for state in self._restored:
+            known = all(number in tasks for number in state.share.numbers)
+            if not known:
+                raise EngineError(
+                    "other-data: the checkpoint has rollouts of steps that are not within rollout.max_lag = "
+                    f"{self._rollout.max_lag} of this one; resume with the settings of the run"
+                )
+            share = state.received(tasks)
+            for number, rollouts in zip(share.numbers, share.rollouts, strict=True):
+                for rollout in rollouts or ():
+                    if number in groups:
+                        groups[number].samples[rollout.sample] = rollout.trajectory
+        self._restored = []
