@@ -88,10 +88,9 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
 
 def _expert_names(module: nn.Module) -> set[str]:
     """Names of experts' Parameters, and of what holds them or the router."""
-    parts: dict[str, nn.Module] = {
-        p.rpartition(".")[2]: m for p, m in module.named_modules() if isinstance(m, Experts | Router)
-    }
-    return {*parts, *(name for m in parts.values() for name, _ in m.named_parameters())}
+    paths = [path for path, part in module.named_modules() if isinstance(part, Experts | Router)]
+    inside = [name for path in paths for name, _ in module.get_submodule(path).named_parameters()]
+    return {*inside, *(path.rpartition(".")[2] for path in paths)}
 
 
 def _unfit(target: str, why: str, linear: Iterable[str]) -> ConfigError:
