@@ -255,6 +255,14 @@ def support_page() -> str:
                     ("status", "combination", "note", "tested by"),
                     (support_line(row) for row in support_rows()),
                 ),
+                "## Architectures",
+                "[`lockstep prove`](../how-to/prove.md) shows the numbers of a model. Others that pass train "
+                "as generic: eager, with engine `hf`.",
+                table(
+                    ("architecture", "models", "engine native", "batch-invariant", "tensor parallel"),
+                    architecture_lines(),
+                ),
+                "## Batch invariance",
                 "`train.batch_invariant = true` (see [the lockstep step](../explanation/lockstep-step.md)) "
                 "cannot be combined with:",
                 table(
@@ -269,7 +277,10 @@ def support_page() -> str:
                     (
                         (
                             *(f"`{name}`", place, keys),
-                            *("yes" if place in of else "no" for of in (engine.pauses, engine.partial_rollouts)),
+                            *(
+                                "yes" if place in of else "no"
+                                for of in (engine.pauses, engine.partial_rollouts)
+                            ),
                         )
                         for name, engine in engines().items()
                         for place, keys in engine.waiting_keys.items()
@@ -282,6 +293,15 @@ def support_page() -> str:
         )
         + "\n"
     )
+
+
+def architecture_lines() -> Iterator[tuple[str, ...]]:
+    """One line for each record."""
+    from lockstep.models.architectures import ARCHITECTURES
+
+    for name, record in sorted(ARCHITECTURES.items()):
+        has = (record.native, record.batch_invariant, bool(record.tensor_parallel))
+        yield (f"`{name}`", record.title, *("yes" if part else "no" for part in has))
 
 
 def support_line(row: dict[str, str]) -> tuple[str, ...]:

@@ -158,12 +158,3 @@ def test_what_every_backend_refuses_on_a_cpu_is_not_usable():
     assert found["deepcompile"].status == "unavailable"
     assert "CUDA extension" in found["deepcompile"].detail
     assert found["eager"].status == found["joint"].status == "ok"
-
-
-def test_a_model_is_proven_on_request(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    found = doctor.proofs("shape:tiny-gemma3")
-    assert {finding.status for finding in found} == {"ok"} and len(found) == 12
-    assert {"packed (varlen)", "decoded by engine native"} < {finding.name for finding in found}
-    (wrong,) = doctor.proofs(str(tmp_path))
-    assert wrong.status == "problem" and "contains no config.json" in wrong.detail

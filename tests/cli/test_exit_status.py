@@ -19,6 +19,7 @@ GIVEN = {
     "bisect": ["nope", "--a=--packing", "--b=--no-packing"],
     "parity": ["compare", "nope", "nope2"],
     "doctor": ["--no-such-flag"],
+    "prove": ["./nope"],
     "bench": ["step", "--model", "./nope"],
     "generate": ["--model", "shape:tiny-llama", "--data", "nope.jsonl", "--out", "out.jsonl"],
     "score": ["--data", "nope.jsonl", "--out", "out.jsonl", "--rewards", "math"],

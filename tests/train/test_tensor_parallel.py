@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.models.architectures import Replicated, Split
+from lockstep.models.architectures import ARCHITECTURES, Replicated, Split
 from lockstep.models.load import meta_module
 from lockstep.models.shape_table import SHAPES
 from lockstep.models.shapes import random_model
@@ -63,7 +63,7 @@ def check(results: list[list[dict[str, Any]]], cases: list[dict[str, Any]]) -> N
         for case, result in zip(cases, of_rank, strict=True):
             assert result["other_weights"] == 0, (case, result)
             # Gemma's norms make the gradients of their weights in float32.
-            tolerance = 1e-6 if case["config"]["model_type"] == "gemma3_text" else 1e-12
+            tolerance = 1e-6 if case["config"]["model_type"].startswith("gemma") else 1e-12
             assert max(result["loss"], result["logprobs"]) < 1e-12, (case, result)
             assert result["gradient"] < tolerance, (case, result)
 
@@ -100,6 +100,15 @@ def check_export(folder: Path, config: dict[str, Any]) -> None:
     found = module.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.exhaustive
+def test_every_plan_of_a_record_computes_what_one_rank_computes(run_cases: Any) -> None:
+    tiny = [values for name, values in SHAPES.items() if name.startswith("tiny")]
+    planned = [values for values in tiny if ARCHITECTURES[values["model_type"]].tensor_parallel]
+    assert len(planned) >= 13
+    cases = [{"config": values} for values in planned]
+    check(run_cases(cases, ranks=2), cases)
 
 
 @pytest.mark.exhaustive

@@ -28,9 +28,9 @@ import tyro
 from lockstep.cli import arguments as values
 from lockstep.config.declarations import DoctorLine, doctor_lines
 from lockstep.config.support import AXES, BATCH_INVARIANT, TABLE, lookup, support_rows
-from lockstep.errors import ConfigError, ModelError, unknown_name
+from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import check_writable, write_json
-from lockstep.observe.text import echo, printable
+from lockstep.observe.text import echo
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -84,8 +84,6 @@ class DoctorOptions:
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the findings to this file."""
-    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Run the admission check for this model, as on every load, and list the differences."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder for runs. The disk it is on is checked."""
 
@@ -105,8 +103,6 @@ def main(argv: Sequence[str]) -> int:
     options = tyro.cli(DoctorOptions, args=list(argv), prog="lockstep doctor")
     check_writable(options.json)
     findings = examine(options.run_dir)
-    if options.model is not None:
-        findings += proofs(options.model)
     show(findings)
     if options.json is not None:
         rows = [dataclasses.asdict(finding) for finding in findings]
@@ -228,26 +224,6 @@ def axis(kind: str, *, device: str) -> list[Finding]:
             status, detail = "ok", have or _usable(line, device)
         findings.append(Finding(group=kind, name=value, status=status, detail=detail))  # type: ignore[arg-type]
     return findings
-
-
-def proofs(name: str) -> list[Finding]:
-    """Compare each way to compute this model's logprobs with transformers' own."""
-    from lockstep.config.model import ModelConfig
-    from lockstep.engine.spec import EMBEDDED, decoding_proof
-    from lockstep.models.admission import check_proof, forward_gaps
-    from lockstep.models.load import prepared_config
-
-    try:
-        config = prepared_config(ModelConfig(name=name))
-        gaps = [*check_proof(config, kind="forward", ways=forward_gaps, name=name)]
-        for engine in EMBEDDED:
-            gaps += decoding_proof(engine, config, name=name)
-    except ModelError as error:
-        return [Finding(group="model", name=printable(name), status="problem", detail=str(error))]
-    what = "nats from transformers' eager attention (a small copy of the config, float32 on the CPU)"
-    return [
-        Finding(group="model", name=gap.way, status="ok", detail=f"{gap.size:.1e} {what}") for gap in gaps
-    ]
 
 
 def packages() -> list[Finding]:

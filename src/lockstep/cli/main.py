@@ -46,6 +46,10 @@ COMMANDS = {
         "lockstep.cli.doctor",
         "check what this machine can run, and look for settings that often cause trouble",
     ),
+    "prove": (
+        "lockstep.cli.prove",
+        "compare every way to run a model with transformers, on a small copy of its config",
+    ),
     "support": (
         "lockstep.cli.doctor:support",
         "list which combinations are supported, and the tests that cover them",

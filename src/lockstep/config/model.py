@@ -11,7 +11,9 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear modules in the layers of every supported architecture."""
+"""The linear modules in the layers of most architectures."""
+_FUSED = ("qkv_proj", "gate_up_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+"""Those of others (Phi 3, GLM 4, GPT-NeoX), which have some of these in place of the above."""
 ALL_LINEAR = "all-linear"
 _ELSEWHERE = f"choose from {', '.join(LINEAR)}, or set {ALL_LINEAR!r} for all of these"
 _NOT_ADAPTED = {
@@ -51,9 +53,9 @@ class LoraConfig(Config):
                 f"nothing-to-do: names no modules; name some of {', '.join(LINEAR)}, or {ALL_LINEAR!r}",
                 setting="target_modules",
             )
-        # Checked here, before anything is loaded: all supported architectures have the same linear modules.
+        # Checked here, before anything is loaded; whether the model has them, `check_targets` finds out.
         for target in targets:
-            if (name := target.rpartition(".")[2]) not in LINEAR:
+            if (name := target.rpartition(".")[2]) not in (*LINEAR, *_FUSED):
                 why = _NOT_ADAPTED.get(name) or unknown_name("linear module", target, (*LINEAR, ALL_LINEAR))
                 raise ConfigError(why, code="unknown-name", setting="target_modules")
         return targets

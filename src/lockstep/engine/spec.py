@@ -16,17 +16,11 @@ from lockstep.config.declarations import engines
 from lockstep.config.engine import EngineConfig
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, EngineError
-from lockstep.models.admission import (
-    PROVEN,
-    Gap,
-    check_proof,
-    documents,
-    eager_logprobs,
-    largest_gap,
-    random_miniature,
-)
+from lockstep.models.admission import PROVEN, Ways, check_proof, measured_gaps
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel, attention_implementation
+from lockstep.models.miniature import documents, random_miniature
+from lockstep.models.proof_rows import Gap, eager_logprobs, largest_gap
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, SharesWeights
 from lockstep.registry import require_call, require_members
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
@@ -52,9 +46,16 @@ def admit_decoding(engine: str, model: LoadedModel) -> None:
 
 def decoding_proof(engine: str, config: PretrainedConfig, *, name: str) -> tuple[Gap, ...]:
     """Raises ModelError, see `check_proof`."""
-    return check_proof(
-        config, kind=f"decoded by {engine}", ways=lambda small: [decoded_gap(engine, small)], name=name
-    )
+    return check_proof(config, kind=f"decoded by {engine}", ways=_decoding(engine), name=name)
+
+
+def decoding_gaps(engine: str, config: PretrainedConfig, *, name: str) -> tuple[Gap, ...]:
+    """Return what `decoding_proof` checks. Raises ModelError, see `measured_gaps`."""
+    return measured_gaps(config, kind=f"decoded by {engine}", ways=_decoding(engine), name=name)
+
+
+def _decoding(engine: str) -> Ways:
+    return lambda small: [decoded_gap(engine, small)]
 
 
 def decoded_gap(engine: str, small: PretrainedConfig) -> Gap:
@@ -81,11 +82,9 @@ def decoded_gap(engine: str, small: PretrainedConfig) -> Gap:
     finally:
         instance.close()
     ours = [torch.tensor(sample.logprobs) for sample in completions]
-    theirs = [
-        eager_logprobs(small, [*sample.prompt_token_ids, *sample.token_ids])[-len(sample.token_ids) :]
-        for sample in completions
-    ]
-    return largest_gap(f"decoded by engine {engine}", ours, theirs)
+    whole = [[*sample.prompt_token_ids, *sample.token_ids] for sample in completions]
+    theirs = [logprobs[-len(one) :] for logprobs, one in zip(eager_logprobs(small, whole), ours, strict=True)]
+    return largest_gap(f"decoded by engine {engine}", ours, theirs, [len(ids) for ids in whole])
 
 
 # Checks that an engine has the members that its protocol declares.

@@ -155,5 +155,85 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
     },
+    "tiny-qwen2": _TINY | {"model_type": "qwen2", "tie_word_embeddings": False},
+    "tiny-phi3": _TINY
+    | {
+        "model_type": "phi3",
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        "tie_word_embeddings": False,
+    },
+    "tiny-olmo2": _TINY | {"model_type": "olmo2", "tie_word_embeddings": False},
+    "tiny-olmo3": _TINY
+    | {
+        "model_type": "olmo3",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    },
+    "tiny-smollm3": _TINY | {"model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": True},
+    "tiny-granite": _TINY
+    | {
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 2.0,
+        "tie_word_embeddings": True,
+    },
+    "tiny-cohere2": _TINY
+    | {
+        "model_type": "cohere2",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.25,
+        "tie_word_embeddings": True,
+    },
+    "tiny-cohere": _TINY
+    | {"model_type": "cohere", "logit_scale": 0.25, "use_qk_norm": True, "tie_word_embeddings": True},
+    "tiny-gemma": _TINY | {"model_type": "gemma", "tie_word_embeddings": True},
+    "tiny-glm": _TINY | {"model_type": "glm", "attention_bias": True, "tie_word_embeddings": False},
+    "tiny-exaone4": _TINY
+    | {
+        "model_type": "exaone4",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    },
+    "tiny-helium": _TINY | {"model_type": "helium", "tie_word_embeddings": False},
+    "tiny-ministral": _TINY
+    | {
+        "model_type": "ministral",
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    },
+    "tiny-seed-oss": _TINY
+    | {
+        "model_type": "seed_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "tie_word_embeddings": False,
+    },
+    "tiny-glm4": _TINY | {"model_type": "glm4", "attention_bias": True, "tie_word_embeddings": False},
+    "tiny-gpt-neox": {key: _TINY[key] for key in _TINY.keys() - {"num_key_value_heads", "head_dim"}}
+    | {"model_type": "gpt_neox", "tie_word_embeddings": False},
+    "tiny-ministral3": _TINY
+    | {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 256,
+            "llama_4_scaling_beta": 0.1,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "tie_word_embeddings": False,
+    },
     "tiny-mistral": _TINY | {"model_type": "mistral", "sliding_window": 8, "tie_word_embeddings": False},
 }

@@ -20,9 +20,9 @@ from lockstep import invariant
 from lockstep.attention import kernel_of
 from lockstep.config.rules import refuse
 from lockstep.config.train import TrainConfig
-from lockstep.errors import ConfigError, TrainError
+from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.execution import CompileWatch, compile_blocks, install_joint, joint_of
-from lockstep.models.architectures import causal_lm
+from lockstep.models.architectures import architecture_of, causal_lm, text_config
 from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
@@ -379,10 +379,15 @@ def compile_module(
 
     Raises:
         ConfigError: its layers are compiled already, or the mode does not support a setting.
-        ModelError: the module has no list of decoder layers.
+        ModelError: the module has no list of decoder layers, or its architecture has no record.
     """
     if config.execution == "eager":
         return None
+    if architecture_of(text_config(module)) is None:
+        raise ModelError(
+            f"unsupported-model: train.execution = {config.execution!r}: {type(module).__name__} has no "
+            "record in Lockstep, and such models train eager; set train.execution = 'eager'"
+        )
     options = compile_options(module)
     if config.execution == "compile":
         return compile_blocks(module, max_recompiles=config.max_recompiles, options=options)

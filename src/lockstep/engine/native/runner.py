@@ -27,8 +27,9 @@ from lockstep.engine.native.draw import choose, scaled
 from lockstep.engine.native.kv_cache import SCRATCH, KVCache, KVShape, upload
 from lockstep.engine.native.peers import Chunk, Columns, Op, Peers, gather_logits, temperature_word
 from lockstep.engine.sampling import SampleState, draw_logits
+from lockstep.errors import ModelError
 from lockstep.execution import compile_blocks, decoder_layers
-from lockstep.models.architectures import architecture_of, causal_lm, text_config
+from lockstep.models.architectures import Architecture, architecture_of, causal_lm, text_config
 from lockstep.models.heads import head_of, head_options
 from lockstep.models.load import share_parameters
 from lockstep.models.tensor_parallel import TensorParallel
@@ -418,10 +419,10 @@ class Layers:
         self.layers = decoder_layers(self.module)
         self._decoder: Any = causal_lm(self.module).get_decoder()
         config = text_config(self.module)
-        record = architecture_of(config)
-        self._kinds: tuple[str, ...] | None = (
-            tuple(config.layer_types) if record is not None and record.rotation_by_kind else None
-        )
+        record = decodable(config)
+        self._embedding_scale = record.embedding_scale(config)
+        self._positions_in_layers = record.positions_in_layers
+        self._kinds: tuple[str, ...] | None = tuple(config.layer_types) if record.rotation_by_kind else None
         self.weight = head_of(self.module).weight
         self.vocab_size = self.vocab_bounds[-1][1] if self.vocab_bounds else self.weight.shape[0]
         attention: Any = self.layers[0].self_attn
@@ -453,6 +454,9 @@ class Layers:
             hidden: Tensor = embedding.weight[token_ids[None]]
         else:
             hidden = embedding(token_ids[None])
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        positional = {"position_ids": positions[None]} if self._positions_in_layers else {}
         rotation = self._rotations(hidden, positions[None])
         for index, layer in enumerate(self.layers):
             # Not the decoder's forward: its keyword arguments are the same for all layers, and each layer has
@@ -470,6 +474,7 @@ class Layers:
                 max_q=metadata.max_q,
                 max_k=metadata.max_k,
                 decode=metadata.decode,
+                **positional,
             )
         return hidden
 
@@ -483,6 +488,22 @@ class Layers:
         if self._kinds is None:
             return {None: rotary(hidden, positions)}
         return {kind: rotary(hidden, positions, kind) for kind in dict.fromkeys(self._kinds)}
+
+
+def decodable(config: Any) -> Architecture:
+    """Return the record of a config's architecture.
+
+    Raises:
+        ModelError: it has none, or its layers are not what the engine calls.
+    """
+    record = architecture_of(config)
+    if record is None or not record.native:
+        why = "has no record" if record is None else "has layers that it cannot call"
+        raise ModelError(
+            f"unsupported-model: engine 'native' cannot decode architecture {config.model_type!r}, which "
+            f"{why}; set engine.name = 'hf'"
+        )
+    return record
 
 
 def _register() -> None:

@@ -17,7 +17,12 @@ from lockstep.models.architectures.modules import (
     text_config,
 )
 from lockstep.models.architectures.record import Architecture, Replicated, Split
-from lockstep.models.architectures.registry import ARCHITECTURES, architecture_of, register
+from lockstep.models.architectures.registry import (
+    ARCHITECTURES,
+    architecture_of,
+    register,
+    register_all,
+)
 
 __all__ = [
     "ARCHITECTURES",
@@ -39,3 +44,5 @@ __all__ = [
     "silence_transformers",
     "text_config",
 ]
+
+register_all()

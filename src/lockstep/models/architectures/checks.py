@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ModelError
@@ -31,38 +35,18 @@ _LENGTH_DEPENDENT = {
 }
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
-REFUSED: dict[str, str] = {
-    "gemma3": (
-        "it is the multimodal wrapper, where image tokens attend in both directions; load the text model "
-        "(gemma3_text)"
-    ),
-    "gemma2": "it soft-caps attention scores, which the flash kernels behind torch's varlen op cannot do",
-    "gemma": "no parity test covers it; use gemma3_text instead",
-    "gpt2": "its positions are learned and its layers are not at .model.layers",
-    "gpt_oss": "its attention sinks need a gradient that torch's varlen op drops",
-    "cohere": "no parity test has run with its parallel blocks and logit scale",
-    "cohere2": "no parity test has run with its parallel blocks and logit scale",
-    "granite": "no parity test has run with its residual and logit multipliers",
-    "qwen3_next": "its linear-attention layers carry state across packed documents",
-    "mamba": "its state runs across packed documents",
-    "mamba2": "its state runs across packed documents",
-    "jamba": "its Mamba layers carry state across packed documents",
-}
-
 
 def check_architecture(config: Any) -> None:
-    """Refuse, by name and with a reason, a transformers config that does not train packed; warn of keys that
-    its architecture does not read.
+    """Refuse, with a reason, a transformers config that cannot train packed; warn of keys that its
+    architecture does not read. One without a record is left to its proof (lockstep.models.admission).
 
     Raises:
-        ModelError: unsupported architecture or setting.
+        ModelError: unsupported setting.
     """
-    name = config.model_type
-    if name not in ARCHITECTURES:
-        reason = REFUSED.get(name, "no parity test has run with it")
+    if (text := config.get_text_config()) is not config:
         raise ModelError(
-            f"unsupported-model: architecture {name!r} is not supported: {reason}. Supported: "
-            f"{', '.join(ARCHITECTURES)}"
+            f"unsupported-model: architecture {config.model_type!r} is not supported: it is a multimodal "
+            f"wrapper; load its text model ({text.model_type})"
         )
     _check_options(config)
     check_rope(config)
@@ -70,14 +54,19 @@ def check_architecture(config: Any) -> None:
         log.warning(
             "config.json has %s, which architecture %s does not read; it is ignored, as in transformers",
             ", ".join(f"{key} = {value!r}" for key, value in unread.items()),
-            name,
+            config.model_type,
         )
 
 
 def _check_options(config: Any) -> None:
-    if dropout := option(config, "attention_dropout", 0.0):
-        why = "Lockstep's attention kernels have no dropout; set it to 0.0"
-        raise _unsupported(f"attention_dropout = {dropout}", why)
+    for key, value in unknown_options(config).items():
+        why = f"transformers reads it, but Lockstep's record of {config.model_type} does not know it"
+        raise _unsupported(f"{key} = {value!r}", f"{why}; remove it, or use the published file")
+    dropouts = [key for key in reads_of(config) if "dropout" in key or key.endswith("_pdrop")]
+    for name in sorted({*dropouts} - {"classifier_dropout"}):
+        if dropout := getattr(config, name, 0.0):
+            why = "Lockstep's attention kernels have no dropout, and it trains without; set it to 0.0"
+            raise _unsupported(f"{name} = {dropout}", why)
     if (cap := option(config, "attn_logit_softcapping")) is not None:
         raise _unsupported(f"attn_logit_softcapping = {cap}", "flash kernels cannot soft-cap scores")
     if option(config, "use_bidirectional_attention"):
@@ -90,6 +79,17 @@ def _check_options(config: Any) -> None:
     kinds = option(config, "layer_types") or ()
     if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
         raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(_LAYER_KINDS)}")
+
+
+def unknown_options(config: Any) -> dict[str, Any]:
+    """Return the keys of config.json, other than by default, that transformers reads and the record does not
+    know: a newer transformers than the record may have some."""
+    record = ARCHITECTURES.get(config.model_type)
+    if record is None:
+        return {}
+    unknown = modelling_reads(type(config)) - record.reads
+    changed = config.to_diff_dict()
+    return {key: changed[key] for key in sorted(unknown & changed.keys())}
 
 
 def _unsupported(what: str, why: str) -> ModelError:
@@ -119,11 +119,45 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [value, *nested] if "rope_type" in value or not nested else nested
 
 
+def reads_of(config: Any) -> frozenset[str]:
+    """Return the config keys that the modelling code of its architecture reads."""
+    record = ARCHITECTURES.get(config.model_type)
+    return modelling_reads(type(config)) if record is None else record.reads
+
+
+def modelling_reads(config_class: type[Any]) -> frozenset[str]:
+    """Return every NAME in `config.NAME` and `getattr(config, "NAME")` of the modelling file beside a config
+    class; empty: there is no such file."""
+    source = Path(inspect.getfile(config_class))
+    source = source.with_name(source.name.replace("configuration_", "modeling_", 1))
+    if not source.name.startswith("modeling_") or not source.is_file():
+        return frozenset()
+    return frozenset(name for name in _reads_in(source) if not callable(getattr(config_class, name, None)))
+
+
+@functools.cache
+def _reads_in(source: Path) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+    return frozenset(name for node in nodes if (name := _read_of_config(node)) and name[0] != "_")
+
+
+def _read_of_config(node: ast.AST) -> str | None:
+    def is_config(value: ast.AST) -> bool:
+        return "config" in (getattr(value, "id", None), getattr(value, "attr", None))
+
+    match node:
+        case ast.Attribute(value=value, attr=name) if is_config(value):
+            return name
+        case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]) if (
+            is_config(value)
+        ):
+            return name
+    return None
+
+
 def option(config: Any, name: str, default: Any = None) -> Any:
     """A value of config.json, if the modelling code of its architecture reads it; else `default`."""
-    record = ARCHITECTURES.get(config.model_type)
-    read = _SHARED if record is None else record.reads | _SHARED
-    return getattr(config, name, default) if name in read else default
+    return getattr(config, name, default) if name in reads_of(config) | _SHARED else default
 
 
 def is_moe(config: Any) -> bool:
@@ -134,7 +168,7 @@ def is_moe(config: Any) -> bool:
 def foreign_options(config: Any) -> dict[str, Any]:
     """Return the keys of config.json that another architecture reads, and this one does not."""
     known = frozenset().union(*(record.reads for record in ARCHITECTURES.values())) - SIZES
-    keys = known - ARCHITECTURES[config.model_type].reads - {"hidden_act", "hidden_activation"}
+    keys = known - reads_of(config) - {"hidden_act", "hidden_activation", "num_labels", "tie_word_embeddings"}
     values = {key: getattr(config, key, None) for key in sorted(keys)}
     # transformers' own configs have some of these, without any effect: off, they need no warning.
     own = type(config).__dataclass_fields__ if dataclasses.is_dataclass(type(config)) else {}

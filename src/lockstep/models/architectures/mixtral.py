@@ -1,7 +1,7 @@
 """Mixtral: Mistral's blocks with experts."""
 
 from lockstep.invariant.forms import ExpertBlock, GroupedExperts, RMSNorm, Rotary, TopRouter
-from lockstep.models.architectures.record import EXPERTS, SIZES, Architecture
+from lockstep.models.architectures.record import EXPERTS, SIZES, Architecture, shrink_experts
 
 ARCHITECTURE = Architecture(
     model_type="mixtral",
@@ -14,4 +14,5 @@ ARCHITECTURE = Architecture(
         "MixtralTopKRouter": TopRouter(rounded=False),
         "MixtralExperts": GroupedExperts(),
     },
+    shrink=shrink_experts,
 )

@@ -1,7 +1,7 @@
 """Qwen 2 and 1.5 with experts, one of them for all tokens."""
 
 from lockstep.invariant.forms import ExpertBlock, GatedMLP, GroupedExperts, RMSNorm, Rotary, TopRouter
-from lockstep.models.architectures.record import EXPERTS, SIZES, Architecture
+from lockstep.models.architectures.record import EXPERTS, SIZES, Architecture, shrink_experts
 
 ARCHITECTURE = Architecture(
     model_type="qwen2_moe",
@@ -28,4 +28,5 @@ ARCHITECTURE = Architecture(
         "Qwen2MoeTopKRouter": TopRouter(normalise=None),
         "Qwen2MoeExperts": GroupedExperts(),
     },
+    shrink=shrink_experts,
 )

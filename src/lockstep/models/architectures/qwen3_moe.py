@@ -1,7 +1,7 @@
 """Qwen 3 with experts: Qwen3-30B-A3B and its like."""
 
 from lockstep.invariant.forms import ExpertBlock, GatedMLP, GroupedExperts, RMSNorm, Rotary, TopRouter
-from lockstep.models.architectures.record import EXPERTS, SIZES, Architecture
+from lockstep.models.architectures.record import EXPERTS, SIZES, Architecture, shrink_experts
 
 ARCHITECTURE = Architecture(
     model_type="qwen3_moe",
@@ -26,4 +26,5 @@ ARCHITECTURE = Architecture(
         "Qwen3MoeTopKRouter": TopRouter(normalise=None),
         "Qwen3MoeExperts": GroupedExperts(),
     },
+    shrink=shrink_experts,
 )

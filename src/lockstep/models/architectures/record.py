@@ -68,10 +68,27 @@ SIZES = frozenset(
 
 EXPERTS = frozenset({"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"})
 """Those of a mixture of experts, besides the number and sizes of experts."""
+_MOST_EXPERTS, _MOST_CHOSEN, _WIDTH = 8, 4, 32
+
+
+def shrink_experts(config: Any) -> None:
+    """Keep at most 8 experts, 4 of them for a token, and the kinds of layers that the config has."""
+    key = "num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"
+    setattr(config, key, min(getattr(config, key), _MOST_EXPERTS))
+    config.num_experts_per_tok = min(config.num_experts_per_tok, _MOST_CHOSEN)
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if hasattr(config, name):
+            setattr(config, name, _WIDTH)
+    if hasattr(config, "decoder_sparse_step"):
+        config.decoder_sparse_step = min(config.decoder_sparse_step, 2)
+        config.mlp_only_layers = [0] if config.mlp_only_layers else []
 
 
 def _one(config: Any) -> float:
     return 1.0
+
+
+def _nothing(config: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,11 +108,22 @@ class Architecture:
     forms: Mapping[str, Form] = field(default_factory=dict)
     """Class name -> what it computes: batch-invariant mode replaces these. Linears, LoRA, containers and
     embeddings are known for all architectures."""
+    batch_invariant: bool = True
+    """Whether all parts have a row-invariant form; False: some have not, and the mode is refused."""
     tensor_parallel: Mapping[str, Split | Replicated] = field(default_factory=dict)
     """The last parts of a module's path -> how its Parameters are split. Empty: train.tp is refused."""
     norm_centre: float = 1.0
     """The norm weight that leaves its input unscaled; random models are drawn around it."""
     logit_scale: Callable[[Any], float] = _one
     """config -> what logits are multiplied by. A soft cap is the key final_logit_softcapping."""
+    embedding_scale: Callable[[Any], float] = _one
+    """config -> what the decoder multiplies embeddings by, outside of its embedding module."""
+    shrink: Callable[[Any], None] = _nothing
+    """Makes sizes that are this family's own small, in place, in the config of a proof's miniature."""
+    native: bool = True
+    """Cached decode: whether engine native can call the layers (`self_attn`; embed_tokens, norm, rotary_emb
+    in the decoder; scores without caps)."""
     rotation_by_kind: bool = False
     """Cached decode: whether cos and sin differ between the kinds of layer_types."""
+    positions_in_layers: bool = False
+    """Cached decode: whether layers need the positions themselves."""

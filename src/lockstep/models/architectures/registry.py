@@ -1,23 +1,18 @@
-"""The known architectures: one record each, in the file of its name."""
+"""The known architectures: one record each, in the file of its name here, or in an installed package."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from lockstep.invariant.forms import register_forms
-from lockstep.models.architectures import (
-    gemma3_text,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-)
 from lockstep.models.architectures.record import Architecture
 
-_OWN = (llama, qwen2, qwen3, mistral, gemma3_text, qwen2_moe, qwen3_moe, mixtral)
+ENTRY_POINTS = "lockstep.architectures"
+"""The group of entry points, each the `module:NAME` of a record, in which other packages bring theirs."""
 
 ARCHITECTURES: dict[str, Architecture] = {}
 """model_type -> record."""
@@ -39,5 +34,11 @@ def architecture_of(config: Any) -> Architecture | None:
     return ARCHITECTURES.get(config.get_text_config().model_type)
 
 
-for _module in _OWN:
-    register(_module.ARCHITECTURE)
+def register_all() -> None:
+    """Register the records in this folder, then those of installed packages."""
+    for file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        module = importlib.import_module(f"{__package__}.{file.name}")
+        if hasattr(module, "ARCHITECTURE"):
+            register(module.ARCHITECTURE)
+    for entry in entry_points(group=ENTRY_POINTS):
+        register(entry.load())

@@ -1,0 +1,19 @@
+"""GLM 4: four norms a layer, one linear for gate and up, rotation of a part of each head."""
+
+from lockstep.invariant.forms import RMSNorm, Rotary
+from lockstep.models.architectures.record import SIZES, Architecture
+
+ARCHITECTURE = Architecture(
+    model_type="glm4",
+    title="GLM 4, dense (0414)",
+    reads=SIZES
+    | {
+        "attention_bias",
+        "hidden_act",
+    },
+    forms={
+        "Glm4RMSNorm": RMSNorm(),
+        "Glm4RotaryEmbedding": Rotary(),
+    },
+    batch_invariant=False,
+)

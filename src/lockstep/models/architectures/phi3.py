@@ -1,0 +1,21 @@
+"""Phi 3 and 4: one linear for queries, keys and values, and one for gate and up."""
+
+from lockstep.invariant.forms import RMSNorm, Rotary
+from lockstep.models.architectures.record import SIZES, Architecture
+
+ARCHITECTURE = Architecture(
+    model_type="phi3",
+    title="Phi 3 and 4, without long rope",
+    reads=SIZES
+    | {
+        "hidden_act",
+        "original_max_position_embeddings",
+        "resid_pdrop",
+        "sliding_window",
+    },
+    forms={
+        "Phi3RMSNorm": RMSNorm(),
+        "Phi3RotaryEmbedding": Rotary(),
+    },
+    batch_invariant=False,
+)
