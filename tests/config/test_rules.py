@@ -101,7 +101,15 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             {"data": {"source": "ids", "shuffle": False}},
         ],
     ),
-    "environment": (EnvironmentConfig, [{"name": "Calculator"}]),
+    "environment": (
+        EnvironmentConfig,
+        [
+            {},
+            {"name": "m:C", "classes": {"c": "m:C"}},
+            {"name": "Calculator"},
+            {"name": "m:C", "column": "kind"},
+        ],
+    ),
     "record": (RecordConfig, [{"first_step": 3, "last_step": 2}]),
     "reward_model": (RewardRoleConfig, [{"name": "m", "aggregation": "min"}]),
     "rewards": (RewardConfig, [{"name": "math", "secrets": {"key": "env:KEY"}}]),

@@ -14,6 +14,7 @@ weights that the engine must hold. Nothing here compares an engine with itself a
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import random
@@ -44,7 +45,9 @@ from raising import raises
 from lockstep.engine.spec import require_engine
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import Finished
-from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.rollout.environment import Environment, Sampler, TrajectoryRules
+from lockstep.rollout.episodes import at_once, run_episodes
+from lockstep.schema.rollout import Completion, GenerationRequest, Prompt, SamplingParams, Trajectory
 from lockstep.schema.weights import UpdateSession
 
 
@@ -504,6 +507,45 @@ def test_a_held_turn_is_waited_for_and_goes_on_like_any_other(subject):
     assert subject.engine.stats().queued == 0
     for thread in threads:
         thread.join()
+
+
+class Tools(Environment):
+    """Replies late to the first turn, and at once to the second."""
+
+    async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
+        await sample()
+        await asyncio.sleep(0.05 * (1 + task.index))
+        await sample(prompt(3, 1))
+        return await sample(prompt(2, 2))
+
+
+def test_three_turns_of_an_environment_have_the_logprobs_of_the_whole(subject):
+    """Two samples of each of three tasks, each compared with one forward over its three turns."""
+    hot = subject.hottest()
+    tasks = [Prompt(index=i, token_ids=prompt(5 + 9 * i), text="") for i in range(3)]
+    sampling = request(prompt(5), temperature=hot, max_tokens=4).sampling
+    rules = TrajectoryRules(sampling=sampling, max_tokens=20, max_turns=3, wait_seconds=60.0)
+    groups = run_episodes(
+        subject.engine,
+        Tools(),
+        at_once([(task, (11, 12)) for task in tasks]),
+        rules=rules,
+        on_end=lambda *_: None,
+    )
+    for task, group in zip(tasks, groups, strict=True):
+        assert len(group) == 2
+        for one in group:
+            assert [span.author for span in one.spans] == ["prompt", *(["policy", "tool"] * 3)[:-1]]
+            assert [span.token_ids for span in one.spans[::2]] == [task.token_ids, prompt(3, 1), prompt(2, 2)]
+            logprobs = (reference_logits(subject.model, one.token_ids) / hot).log_softmax(-1)
+            at = 0
+            for span in one.spans:
+                if span.author == "policy":
+                    assert len(span.token_ids) == 4
+                    wanted = [logprobs[at + i - 1, token].item() for i, token in enumerate(span.token_ids)]
+                    assert span.logprobs == pytest.approx(wanted, rel=0, abs=subject.tolerance)
+                at += len(span.token_ids)
+    assert subject.engine.stats().queued == 0
 
 
 def test_a_refused_request_or_turn_leaves_the_others_alone(subject):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,24 @@ def test_code_that_takes_too_long_costs_the_names(host: ToolHost) -> None:
         "error: python took longer than 5 s; the next call begins anew, without what earlier calls have left"
     )
     assert host._room._free == host.max_live
+
+
+def test_a_new_interpreter_takes_the_place_of_the_old_one() -> None:
+    async def both(host: ToolHost) -> tuple[ToolResult, ToolResult]:
+        first = await host.open({}, seed=3)
+        waits = asyncio.ensure_future(host.open({}, seed=4))
+        await first.call("python", {"code": "while True: pass"}, turn=0, call=0)
+        result = await first.call("python", {"code": "6 * 7"}, turn=0, call=1)
+        assert not waits.done()
+        await first.close()
+        other = await (await waits).call("python", {"code": "6 * 8"}, turn=0, call=0)
+        await waits.result().close()
+        return result, other
+
+    with hosted(TARGET, Path.cwd(), tool_seconds=2.0, max_live=1) as host:
+        first, second = run(both(host))
+        assert host._room._free == 1
+    assert (first.text, second.text) == ("42\n", "48\n")
 
 
 def test_what_it_prints_is_cut(host: ToolHost) -> None:

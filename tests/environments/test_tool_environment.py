@@ -7,11 +7,12 @@ import sys
 
 import pytest
 from classifiers import save_classifier
+from raising import raises
 from scripted import save_scripted
 from transformers import AutoTokenizer
 
 from lockstep import load_run, train_online
-from lockstep.errors import ConfigError, RewardError
+from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.loop.data_check import check_data
 from lockstep.loops.online import OnlineTrainer, build_online
 
@@ -69,7 +70,8 @@ def run(tiny_folder, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def load(call=CALL, **changes):
-        model = save_scripted(tiny_folder, tmp_path / "model", (call, "<|end|>"), special=False)
+        script = (*([call] if isinstance(call, str) else call), "<|end|>")
+        model = save_scripted(tiny_folder, tmp_path / "model", script, special=False)
         settings = {
             "steps": 1,
             "environment": {"name": "pings:Pings", "weight": 2.0},
@@ -173,7 +175,7 @@ def test_a_trainer_of_ones_own_loop_samples_turns(run):
 
 def test_a_sample_whose_reward_fails_is_dropped(run, tmp_path):
     (tmp_path / "pings.py").write_text(PINGS.replace('{"pings"', '{"pings": 1 / 0} or {"pings"'))
-    with pytest.raises(Exception, match="all 2 groups"):
+    with pytest.raises(RewardError, match=r"all 2 groups.*line 1: .* the reward: .*division by zero"):
         trained(run(**{"environment.on_error": "drop"}), tmp_path)
 
 
@@ -214,3 +216,39 @@ def test_a_reply_that_the_template_refuses_costs_its_sample(run, tmp_path):
 def test_a_text_names_the_class():
     one = load_run(kind="grpo", overrides={"environment": "m:C"})
     assert (one.environment.name, one.rewards) == ("m:C", ())
+
+
+def rows_of(tmp_path, *names):
+    rows = [{"prompt": "Go.", "word": f"w{n}", "kind": name} for n, name in enumerate(names)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "games.py").write_text(GAME)
+    return {"classes": {"tools": "pings:Pings", "game": "games:Pings"}, "column": "kind"}
+
+
+def test_each_row_chooses_its_class(run, tmp_path):
+    made = run(environment=rows_of(tmp_path, "tools", "game"))
+    _, rollouts = trained(made, tmp_path)
+    rewards = {row["prompt_index"]: row["rewards"] for row in rollouts}
+    assert rewards == {0: {"environment/pings": 9.0, "environment/half": 0.5}, 1: {"environment": 0.75}}
+    assert {row["prompt_index"]: "<|system|>ping" in row["prompt"] for row in rollouts} == {0: True, 1: False}
+
+
+def test_a_row_can_name_no_other_class(run, tmp_path):
+    made = run(environment=rows_of(tmp_path, "tools", "games:Pings"))
+    with raises(DataError, "unknown-name: line 2, unknown environment 'games:Pings'"):
+        trained(made, tmp_path)
+    made = run(environment={**rows_of(tmp_path, "tools", "game"), "column": "name"})
+    with raises(DataError, "missing-column: line 1, there is no column 'name'"):
+        trained(made, tmp_path)
+
+
+def test_what_fails_for_a_row_and_what_is_too_much_costs_only_that(run, tmp_path):
+    pings = PINGS.replace("return word", "self.word = word; return word")
+    (tmp_path / "pings.py").write_text(pings.replace("return {", "self.word == 'b' and 1 / 0; return {"))
+    twice = CALL.replace("3", "4")
+    made = run(call=(CALL, twice), **{"environment.max_calls": 1, "rollout.max_trajectory_tokens": 400})
+    metrics, rollouts = trained(made, tmp_path)
+    assert [row["rewards"]["environment/pings"] for row in rollouts] == [9.0, 9.0]
+    names = ("tool_calls", "tool_errors/too-many", "tool_errors/dropped")
+    assert [metrics[f"rollout/{name}"] for name in names] == [24.0, 12.0, 2.0]
+    assert rollouts[0]["prompt"] == "<|system|>ping<|end|><|user|>Go.\n\na<|end|><|assistant|>"

@@ -119,7 +119,7 @@ def override(sampling: SamplingConfig, values: Mapping[str, Any]) -> SamplingCon
 def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
     """The prompt of --prompt, or the first held-out prompts of the run."""
     from lockstep.data.held_out import holds_out, load_train_and_held_out
-    from lockstep.environments.tool_environment import tools_of
+    from lockstep.environments.hosts import tools_of
     from lockstep.observe.chat_template import check_known
     from lockstep.schema.rollout import Prompt
 

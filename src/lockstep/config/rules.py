@@ -230,9 +230,25 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "environment": (
         Rule(
-            lambda c: ":" not in c.name,
-            "wrong-format: name = {0.name!r} is not of the form module:Class; name a class of yours, such as "
+            lambda c: c.name is None and not c.classes,
+            "missing-setting: name is not set, so there is no environment; name a class of yours, such as "
+            "my_module:Calculator, or several under classes",
+        ),
+        Rule(
+            lambda c: c.name is not None and c.classes,
+            "contradiction: name = {0.name!r} is for all rows, but classes = {0.classes} as well; remove one "
+            "of the two",
+        ),
+        Rule(
+            lambda c: any(":" not in target for target in c.targets.values()),
+            "wrong-format: {0.targets} is not of the form module:Class; name a class of yours, such as "
             "my_module:Calculator",
+            at="name",
+        ),
+        Rule(
+            lambda c: c.column != "environment" and not c.classes,
+            "no-effect: column = {0.column!r} has no effect without classes, from which its values choose; "
+            "set classes, or leave it out",
         ),
     ),
     "rewards": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.run import GRPORun
 from lockstep.data.lazy import LazyItems
 from lockstep.data.prompts import FixedPrompts, PromptMaker, PromptSet, load_prompts
+from lockstep.data.row_tools import RowTools
 from lockstep.data.rows import FIRST_ROWS
 from lockstep.data.sources import Source
 from lockstep.errors import ConfigError, DataError
@@ -104,7 +105,7 @@ def load_train_and_held_out(
     tokenizer: Any,
     vocab_size: int | None = None,
     hold_out: HoldOut | None = "hash",
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: RowTools | None = None,
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load (training prompts, held-out prompts); no held-out text, rendered or not, occurs in training.
 

@@ -12,13 +12,14 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.data import verdicts
 from lockstep.data.chat import ChatFormat, Message, check_text, clean_messages, fill_template
 from lockstep.data.lazy import LazyItems, Outcome, State, attempted
+from lockstep.data.row_tools import RowTools
 from lockstep.data.rows import IdRows, ReasoningGymRows, RowGenerator, place
 from lockstep.data.sources import Source, missing_column
 from lockstep.errors import ConfigError, DataError, LockstepError
@@ -102,7 +103,7 @@ class PromptMaker:
     Args:
         exclude: `text_hash` of questions or rendered prompts that are left out.
         vocab_size: entries of the model's embedding; None: not compared with the token ids.
-        tools: JSON schemas that every row gives its chat template, in place of its own.
+        tools: that a row gives its chat template, in place of its own; None: its own.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class PromptMaker:
         exclude: Collection[bytes],
         *,
         vocab_size: int | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: RowTools | None = None,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
@@ -188,7 +189,8 @@ class PromptMaker:
             return _Draft(row=row, index=index, where=where, problem=text, text=text, ids=ids)
         problem, talk = self.conversation(row, where)
         draft = _Draft(row=row, index=index, where=where, problem=problem, talk=talk)
-        chat = self.chat.for_row({**row, "tools": self.tools} if self.tools else row, where=where)
+        tools = None if self.tools is None else self.tools.of(row, where)
+        chat = self.chat.for_row({**row, "tools": tools} if tools else row, where=where)
         if isinstance(talk, str):
             draft.text = talk
         else:
@@ -318,7 +320,8 @@ class FixedPrompts(PromptSet):
         if source is not None and maker.chat is not None and not (items.whole or maker.config.streaming):
             excluded = hashlib.blake2b(b"".join(sorted(maker.exclude)), digest_size=16).hexdigest()
             more: dict[str, Any] = {"vocab_size": maker.vocab_size, "excluded": excluded}
-            more |= {"template": maker.chat.template, **({"tools": maker.tools} if maker.tools else {})}
+            more |= {"template": maker.chat.template}
+            more |= {} if maker.tools is None else {"tools": asdict(maker.tools)}
             self.verdict_key = verdicts.key("RL", maker.config, maker.chat.tokenizer, source, **more)
             self._verdict = verdicts.apply(self.verdict_key, items, maker.config.source)
 
@@ -461,7 +464,7 @@ def load_prompts(
     exclude: Collection[bytes] = (),
     vocab_size: int | None = None,
     rows: Sequence[int] | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: RowTools | None = None,
 ) -> PromptSet:
     """Open the prompt set of a DataConfig. Of a file the first 1,000 rows are rendered and tokenised here,
     the others when they come near; streams on demand.

@@ -89,6 +89,8 @@ class ToolHost:
         self.isolation: Isolation = isolation or ("sandbox" if ours else "process")
         self.tool_seconds = tool_seconds or (5.0 if ours else 30.0)
         self._owner, self._limit = os.getpid(), result_characters
+        self.keeps_states = False
+        """Whether to ask instances for their state after each call."""
         self._shared: socket.socket | None = None
         self._process, self._control, self._description = self._started()
         self.tools: list[dict[str, Any]] = self._description["tools"]
@@ -98,11 +100,17 @@ class ToolHost:
         _allow_descriptors(self.max_live)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the class is: `form` ("toolbox" or "gym"), `tools` (JSON schemas), `reward` (the name
-        of the method that tells it, "step" for the sum over a game, or None), `asynchronous` (names of
-        methods), `instance_bytes` (memory of the first object's process), `has_torch`, `max_live`,
-        `isolation`, and `sandbox` (its layers, where there is one)."""
-        return {**self._description, "max_live": self.max_live, "isolation": self.isolation}
+        """Return what the class is: `target`, `form` ("toolbox" or "gym"), `tools` (JSON schemas), `reward`
+        (the name of the method that tells it, "step" for the sum over a game, or None), `asynchronous` (names
+        of methods), `instance_bytes` (memory of the first object's process), `has_torch`, `repeatable`
+        (whether its calls may be run again after a kill), `max_live`, `isolation`, and `sandbox` (its layers,
+        where there is one)."""
+        return {
+            **self._description,
+            "target": self.target,
+            "max_live": self.max_live,
+            "isolation": self.isolation,
+        }
 
     def require_reward(self) -> None:
         """Check that the class tells rewards; for runs without reward functions.
@@ -115,6 +123,10 @@ class ToolHost:
                 f"wrong-part: environment {self.target!r} has no reward: define `get_reward(self) -> float` "
                 "or `_reward(self, trajectory)`, or set `rewards`"
             )
+
+    def share(self, room: Room, max_live: int) -> None:
+        """Let instances take room that other hosts' take as well, before the first one is made."""
+        self._room, self.max_live = room, max_live
 
     async def check(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         """Make and reset an instance for each row, before a first step.
@@ -137,13 +149,16 @@ class ToolHost:
                     f"wrong-part: {error}; correct the class, or leave the row out", where=where
                 ) from error
 
-    async def open(self, row: Mapping[str, Any], *, seed: int, where: str = "a sample") -> Instance:
+    async def open(
+        self, row: Mapping[str, Any], *, seed: int, where: str = "a sample", state: str | None = None
+    ) -> Instance:
         """Make an instance, once there is room.
 
         Args:
             row: given to its `reset`.
             seed: of the sample; `random` and numpy are seeded from it, the turn and the call.
             where: place of the row, for errors.
+            state: of an earlier instance, which goes on in this one without the author's constructor.
 
         Raises:
             EnvironmentFailure: the constructor failed.
@@ -152,6 +167,8 @@ class ToolHost:
         """
         self._check_owner()
         job = {"op": "make", "row": encoded(dict(row), where), "seed": seed}
+        if state is not None:
+            job["state"] = state
         await self._room.enter()
         instance = Instance(self, where)
         try:
@@ -160,6 +177,22 @@ class ToolHost:
             instance._abandon()
             raise
         return instance
+
+    def ended(self, how: str, *, where: str) -> Instance:
+        """Return an instance that has ended, as one of an earlier process has."""
+        instance = Instance(self, where)
+        instance.gone, instance._left = how, True
+        return instance
+
+    def interrupted(self, name: str, *, where: str, game: bool) -> ToolResult:
+        """Return the result of a call that was running when the run was killed.
+
+        Raises:
+            EnvironmentFailure: with on_error = "drop".
+        """
+        problem = "was running when the run was killed, and is not run again"
+        reply = {"kind": "interrupted", "problem": problem}
+        return Instance(self, where)._failed(reply, name, 0.0, game=game)
 
     def close(self) -> None:
         """End all instances, and every process that they have started. Idempotent; safe from any thread."""
@@ -322,8 +355,10 @@ class Instance:
         self._shared: socket.socket | None = None
         self._lock = asyncio.Lock()
         self._sent = 0
-        self._gone: str | None = None
+        self.gone: str | None = None
         """How it ended."""
+        self.state: str | None = None
+        """The object's, where the host keeps states and the object's can be kept."""
         self._untold = False
         """Whether it ended and nobody said how."""
         self._left = False
@@ -391,15 +426,16 @@ class Instance:
     async def close(self) -> None:
         """Call the author's `close`, and end the process with all that it has started. Idempotent."""
         self._again = None
-        if self._gone is None:
+        if self.gone is None:
             with contextlib.suppress(EnvironmentFailure):  # the sample has its outcome
                 await self._do("close", {"turn": -3})
             await self._end("it was closed")
+        self._abandon()
 
     async def _start(self, job: Message) -> None:
         """Make the author's object in a new process."""
         began = time.monotonic()
-        self._channel, self._gone, self._sent, self._left = None, None, 0, False
+        self._channel, self.gone, self._sent, self._left = None, None, 0, False
         self._channel = await self._host._connected()
         self._shared = self._host._shared
         grace = max(0.0, FORK_SECONDS - (time.monotonic() - began))
@@ -414,9 +450,8 @@ class Instance:
         began = time.monotonic()
         async with self._lock:
             try:
-                if self._gone is not None and self._again is not None:
-                    await self._host._room.enter()
-                    await self._start(self._again)
+                if self.gone is not None and self._again is not None:
+                    await self._start(self._again)  # in the place that it has kept
                 reply = await self._exchange({"op": op, **job})
             except EnvironmentFailure as failure:
                 reply = {"problem": str(failure), "kind": failure.kind}
@@ -439,7 +474,7 @@ class Instance:
             raise EnvironmentFailure(f"{self._where}: {name} {problem}", kind=kind, detail=detail)
         if kind not in ("wrong-arguments", "wrong-result"):
             problem = f"{name} {problem}"
-        if self._gone is not None and self._again is not None:
+        if self.gone is not None and self._again is not None:
             problem += "; the next call begins anew, without what earlier calls have left"
         return ToolResult(
             text=f"error: {problem}",
@@ -466,11 +501,11 @@ class Instance:
         """Send a job and return its reply; after anything else the instance is gone."""
         host = self._host
         host._check_owner()
-        if self._gone is not None or self._channel is None:
-            return {"problem": f"cannot run: {self._gone or 'it never began'}", "kind": "ended"}
+        if self.gone is not None or self._channel is None:
+            return {"problem": f"cannot run: {self.gone or 'it never began'}", "kind": "ended"}
         self._sent += 1
         seconds, shared = host.tool_seconds, host.isolation == "shared"
-        job = {**job, "seconds": seconds, "id": self._sent}
+        job = {**job, "seconds": seconds, "id": self._sent, "keep": host.keeps_states}
         deadline = time.monotonic() + seconds + grace + (BLOCKED_SECONDS if shared else 0.0)
         try:
             request = list(packets(job))
@@ -492,6 +527,7 @@ class Instance:
             return await self._ended_by(*self._how(reply))
         if not is_reply(reply, job, host._limit):
             return await self._ended_by("died", "sent an invalid reply")
+        self.state = reply.get("state", self.state)
         if reply.get("kind") == "timeout":
             await self._end(str(reply["problem"]))
         return reply
@@ -514,7 +550,7 @@ class Instance:
 
     async def _end(self, why: str) -> None:
         """End the process, and wait until it is gone, at most END_SECONDS."""
-        self._gone = why
+        self.gone = why
         channel = self._channel
         try:
             if channel is not None:
@@ -531,12 +567,12 @@ class Instance:
 
     def _abandon(self) -> None:
         """Let the process be ended, without waiting for it."""
-        self._gone = self._gone or "it was abandoned"
+        self.gone = self.gone or "it was abandoned"
         if self._channel is not None:
             with contextlib.suppress(OSError):
                 self._channel.shutdown(socket.SHUT_WR)
             self._channel.close()
             self._channel = None
-        if not self._left:
+        if not self._left and self._again is None:
             self._left = True
             self._host._room.leave()

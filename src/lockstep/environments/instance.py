@@ -7,7 +7,9 @@
     {"op": "reward", "trajectory": {...}}                    -> {"value": 1.0}
     {"op": "close"}                                          -> {"value": None}
 
-A reply is {"problem": text, "kind": one of KINDS, "traceback": text} if the author's code failed.
+A reply is {"problem": text, "kind": one of KINDS, "traceback": text} if the author's code failed. Replies
+to jobs with `"keep": True` have the "state" too, see `state_of`, if it has changed. A job "make" with a state
+makes an object of it, without the author's constructor.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any
 
 from lockstep.environments.author import EnvironmentClass
 from lockstep.environments.channel import Message
-from lockstep.rollout.reward_functions import decoded, score_of, short_repr
+from lockstep.errors import DataError
+from lockstep.rollout.reward_functions import decoded, encoded, score_of, short_repr
 from lockstep.rollout.reward_process import failure_of, seed_generators
 
 KINDS = (
@@ -29,6 +32,10 @@ KINDS = (
     *("raised", "wrong-result"),  # the tool's; its instance lives on
     *("timeout", "flood", "died", "ended"),  # the instance is gone
 )
+_HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: of classes that are written in Python."""
+STATE_CHARACTERS = 16_384
+"""Most that is kept of an object's attributes."""
 CUT = "\n[cut: {total} characters in all, the first {limit} are shown]"
 
 
@@ -44,6 +51,7 @@ class Instance:
         self._object: Any = None
         self._row: Mapping[str, Any] = {}
         self._seed = 0
+        self._told: str | None = ""
 
     async def reply(self, job: Message) -> Message:
         """Do a job. SystemExit and KeyboardInterrupt of the author's code pass."""
@@ -53,11 +61,18 @@ class Instance:
             reply = await getattr(self, f"_{job['op']}")(job)
         except Exception as error:  # whatever the author's code raises: told to the trainer
             reply = {**failure_of(error, None), "kind": "raised"}
+        if job.get("keep") and (state := state_of(self._object)) != self._told:
+            self._told = reply["state"] = state
         return {**reply, "seconds": time.perf_counter() - began}
 
     async def _make(self, job: Message) -> Message:
         self._row, self._seed = decoded(job["row"], "row"), job["seed"]
-        self._object = self._environment.made()
+        made = self._environment.made
+        if "state" in job:
+            self._object = object.__new__(made)
+            vars(self._object).update(decoded(json.loads(job["state"]), "state"))
+        else:
+            self._object = made()
         return {"value": None}
 
     async def _reset(self, job: Message) -> Message:
@@ -149,6 +164,40 @@ def call_seed(seed: int, turn: int, call: int) -> int:
     call, whichever process runs it."""
     text = f"lockstep tool {seed} {turn} {call}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def state_of(thing: Any) -> str | None:
+    """Return the attributes of an object as JSON, from which an equal object can be made; None where that is
+    impossible: they hold more than plain data, or are longer than STATE_CHARACTERS.
+
+    Example:
+        >>> state_of(calculator)
+        '{"product": 6, "seen": {"$tuple": [1, 2]}}'
+    """
+    bases = type(thing).__mro__[:-1]
+    if any(vars(base).get("__slots__") or not base.__flags__ & _HEAP_TYPE for base in bases):
+        return None  # it has more than attributes: slots, or what a list or an exception holds
+    try:
+        given = vars(thing)
+        if not _is_plain(given, set()):
+            return None
+        text = json.dumps(encoded(given, ""))
+    except (DataError, RecursionError, TypeError, ValueError):  # TypeError: no __dict__
+        return None
+    return text if len(text) <= STATE_CHARACTERS else None
+
+
+def _is_plain(value: Any, seen: set[int]) -> bool:
+    """Whether JSON gives back the same: types exactly, and no part that is in two places, which a copy would
+    take apart."""
+    if type(value) in (bool, int, float, str, bytes, type(None)):
+        return True
+    if type(value) not in (list, dict, tuple) or id(value) in seen:
+        return False
+    if value or type(value) is not tuple:  # there is one empty tuple
+        seen.add(id(value))
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return all(_is_plain(item, seen) for item in items)
 
 
 def as_text(value: Any) -> str | None:

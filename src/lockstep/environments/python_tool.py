@@ -35,6 +35,8 @@ class PythonTool:
     _memory_bytes = MEMORY_BYTES
     _restarts = True
     """After a call that took too long, the next one gets a new interpreter."""
+    _repeatable = True
+    """Its code can only compute, so that a resumed run may run it again."""
 
     def __init__(self) -> None:
         self._names: dict[str, Any] = {"__name__": "__main__"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.environments.channel import Message
-from lockstep.environments.instance import CUT, KINDS
+from lockstep.environments.instance import CUT, KINDS, STATE_CHARACTERS
 
 
 class EnvironmentFailure(RuntimeError):
@@ -31,7 +31,7 @@ class ToolResult:
     error: str | None
     """None; the policy's mistake: "unknown-tool", "wrong-arguments"; the tool's, whose instance lives on:
     "raised", "wrong-result"; or what ended the instance: "timeout", "flood", "died"; "ended": it had ended
-    before."""
+    before; or "interrupted": it was running when the run was killed."""
     seconds: float
     """From the request to the reply."""
     reward: float | None = None
@@ -47,6 +47,9 @@ class ToolResult:
 def is_reply(reply: Message, job: Message, limit: int) -> bool:
     """Whether it answers the job. Code of the policy may have sent it."""
     if reply.get("id") != job["id"]:
+        return False
+    state = reply.get("state")
+    if state is not None and not (isinstance(state, str) and len(state) <= STATE_CHARACTERS):
         return False
     if "problem" in reply:
         return isinstance(reply["problem"], str) and reply.get("kind") in KINDS

@@ -10,15 +10,14 @@ The tokens of a trajectory are a `Ledger`: what the policy wrote is never render
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from lockstep.config.environment import EnvironmentConfig
 from lockstep.data.chat import ChatFormat, Message
@@ -26,14 +25,19 @@ from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.environments.calls import CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, ConversationTokens, Ledger
-from lockstep.environments.host import FORK_SECONDS, Instance, ToolHost
+from lockstep.environments.host import FORK_SECONDS
+from lockstep.environments.hosts import ToolHosts
+from lockstep.environments.recorded import RecordedInstance
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
 from lockstep.errors import ConfigError, DataError, RewardError
+from lockstep.observe.text import printable
 from lockstep.rollout.environment import OutOfRoom, Sampler, SingleTurn, Trajectories
 from lockstep.rollout.rewards import RewardSet, Scored, check_total
 from lockstep.rollout.tool_loop import tool_loop
 from lockstep.schema.rollout import Prompt, Trajectory
+
+log = logging.getLogger(__name__)
 
 REWARD = "environment"
 """Name of the reward that the class gives; its parts are environment/NAME."""
@@ -46,6 +50,8 @@ class _Outcome:
     """What became of a trajectory beside its tokens."""
 
     reward: float | Mapping[str, float] | None = None
+    target: str = ""
+    """The class."""
     failed: str | None = None
     """Why the sample is dropped."""
 
@@ -56,7 +62,7 @@ class _Course:
 
     ledger: Ledger
     tokens: ConversationTokens
-    instance: Instance
+    instance: RecordedInstance
     steps: float = 0.0
     """Rewards of a game's steps, added up."""
     stepped: bool = False
@@ -68,6 +74,8 @@ class _Counts:
 
     calls: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+    dropped: str | None = None
+    """Why the first sample was dropped."""
     seconds: float = 0.0
     checks: Checks = field(default_factory=Checks)
     check_seconds: float = 0.0
@@ -77,11 +85,11 @@ class ToolEnvironment(SingleTurn):
     """Conversations of many turns with the methods of a class.
 
     Args:
-        host: runs the class.
+        hosts: run the classes.
         chat: the chat template in force, and the policy's tokenizer.
         rewards: functions and verifiers of the run, beside the rewards of the class; they get the text of the
             last turn.
-        prompts, held_out: made with the tools (`tools_of`).
+        prompts, held_out: made with the tools of `hosts`.
 
     Raises:
         ConfigError: there is no chat template, or one without tools; the class fails for one of the first
@@ -93,14 +101,13 @@ class ToolEnvironment(SingleTurn):
         config: EnvironmentConfig,
         rewards: RewardSet,
         *,
-        host: ToolHost,
+        hosts: ToolHosts,
         chat: ChatFormat,
         prompts: PromptSet | None = None,
         held_out: PromptSet | None = None,
     ) -> None:
         super().__init__(rewards, prompts=prompts, held_out=held_out)
-        self.config, self.host = config, host
-        self._gym = host.describe()["form"] == "gym"
+        self.config, self.hosts = config, hosts
         self._chat = chat
         self._conversations: dict[str, ConversationTokens] = {}
         self._outcomes: dict[int, _Outcome] = {}
@@ -115,17 +122,18 @@ class ToolEnvironment(SingleTurn):
         first = list(islice(some, _CHECKED_ROWS))
         for prompt in first:
             self._conversation(prompt)
-        checked = self.host.check([(prompt.where, prompt.row) for prompt in first])
+        longest = FORK_SECONDS + 4 * max(host.tool_seconds for host in self.hosts)
         # In a loop of another thread: this one may have its own, as in a notebook.
-        tool_loop().run(checked, seconds=_CHECKED_ROWS * (FORK_SECONDS + 4 * self.host.tool_seconds))
+        tool_loop().run(self.hosts.check(first), seconds=_CHECKED_ROWS * longest)
+
+    def begin(self, what: str) -> None:
+        """See Environment."""
+        self.hosts.begin(what)
 
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """See Environment."""
-        try:
-            opened = self.host.open(task.row, seed=sample.seed, where=task.where)
-            instance = await sample.in_line(opened)
-        except EnvironmentFailure as failure:
-            return await self._failed(failure, sample)
+        host = self.hosts.of(task.row, task.where)
+        instance = RecordedInstance(host, task, sample, journal=self.hosts.journal)
         try:
             return await self._conversed(task, sample, instance)
         except EnvironmentFailure as failure:
@@ -133,10 +141,11 @@ class ToolEnvironment(SingleTurn):
         finally:
             await instance.close()
 
-    async def _conversed(self, task: Prompt, sample: Sampler, instance: Instance) -> Trajectory:
+    async def _conversed(self, task: Prompt, sample: Sampler, instance: RecordedInstance) -> Trajectory:
         tokens = self._conversation(task)
         messages = _with_observation(_messages(task), await instance.reset())
         ledger = tokens.start(messages, where=task.where or "a sample")
+        sample.prompt_text = ledger.part.text
         course = _Course(ledger=ledger, tokens=tokens, instance=instance)
         turn = sample() if ledger.ids == task.token_ids else sample.branch(ledger.ids)
         try:
@@ -165,7 +174,7 @@ class ToolEnvironment(SingleTurn):
     async def _replies(self, course: _Course, written: PolicyTurn) -> list[Message]:
         """What the tools or the game answer to a turn; nothing: the trajectory is over."""
         number = course.ledger.number - 1
-        if self._gym:
+        if course.instance.described["form"] == "gym":
             result = await course.instance.step(written.content, turn=number)
             self._count(result)
             course.steps, course.stepped = course.steps + (result.reward or 0.0), True
@@ -174,8 +183,13 @@ class ToolEnvironment(SingleTurn):
             self._count(ToolResult(text="", error="not-parsed", seconds=0.0))
             return [course.tokens.turns.error(written.calls)]
         replies = []
+        most = self.config.max_calls
         for place, call in enumerate(written.calls):
-            result = await course.instance.call(call.name, call.arguments, turn=number, call=place)
+            if place < most:
+                result = await course.instance.call(call.name, call.arguments, turn=number, call=place)
+            else:
+                text = f"error: not run, because it is call {place + 1} of a turn, and {most} are allowed"
+                result = ToolResult(text=text, error="too-many", seconds=0.0)
             self._count(result)
             replies.append(call.result(result.text))
         return replies
@@ -185,23 +199,22 @@ class ToolEnvironment(SingleTurn):
         # In a thread, because tens of milliseconds here would hold up the turns of all other trajectories.
         await asyncio.to_thread(self._check_tokens, course)
         reward: float | Mapping[str, float] | None = None
-        if self.host.describe()["reward"] in ("get_reward", "_reward"):
+        if course.instance.described["reward"] in ("get_reward", "_reward"):
             messages = course.tokens.history(course.ledger.part)
-            try:
-                reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
-            except EnvironmentFailure as failure:
-                if failure.kind != "ended":
-                    raise
-                self._drop(failure, sample)  # a tool ended it, of which the policy was told: nobody is left
-                return
+            reward = await course.instance.reward({"messages": messages, "turns": course.ledger.number})
         if reward is None and course.stepped:
             reward = course.steps
-        self._outcomes[sample.seed] = _Outcome(reward=reward)
+        target = course.instance.described["target"]
+        self._outcomes[sample.seed] = _Outcome(reward=reward, target=target)
 
     def _drop(self, failure: EnvironmentFailure | DataError, sample: Sampler) -> None:
         self._outcomes[sample.seed] = _Outcome(failed=str(failure))
         with self._lock:
             self._counts.errors["dropped"] += 1
+            first = self._counts.dropped is None
+            self._counts.dropped = self._counts.dropped or str(failure)
+        if first:
+            log.warning("a sample is dropped: %s", printable(str(failure)))
 
     def _check_tokens(self, course: _Course) -> None:
         began, checks = time.perf_counter(), Checks()
@@ -211,15 +224,7 @@ class ToolEnvironment(SingleTurn):
             self._counts.check_seconds += time.perf_counter() - began
 
     async def _failed(self, failure: EnvironmentFailure, sample: Sampler) -> Trajectory:
-        """A trajectory whose instance failed: the run ends, or the sample is dropped.
-
-        Raises:
-            RewardError: under on_error = "message", where the policy cannot be told.
-        """
-        if self.config.on_error != "drop":
-            raise RewardError(
-                f"reward-failed: {failure}; correct the class, or set environment.on_error = 'drop'"
-            ) from failure
+        """The trajectory of a sample that is dropped, because its instance failed."""
         self._drop(failure, sample)
         if sample.trajectory is None:
             await sample(max_tokens=1)
@@ -241,7 +246,7 @@ class ToolEnvironment(SingleTurn):
         if outcome.reward is None:
             if not self.rewards and self.reward_models is None:
                 raise RewardError(
-                    f"reward-failed: environment {self.config.name!r} returned no reward for a trajectory, "
+                    f"reward-failed: environment {outcome.target!r} returned no reward for a trajectory, "
                     "and the run has no other rewards; return a number from get_reward, or set rewards"
                 )
             return score
@@ -252,6 +257,10 @@ class ToolEnvironment(SingleTurn):
         check_total(total, by_name)
         weights = {**score.weights, **dict.fromkeys(own, self.config.weight)}
         return Scored(total=total, by_name=by_name, weights=weights)
+
+    def why_dropped(self) -> str | None:
+        """See Environment."""
+        return self._counts.dropped
 
     def pop_counts(self) -> dict[str, float]:
         """See Environment. rollout/tool_calls; rollout/tool_errors, and by kind; rollout/tool_seconds, added
@@ -274,7 +283,7 @@ class ToolEnvironment(SingleTurn):
     def close(self) -> None:
         """End the processes of rewards and of the class."""
         super().close()
-        self.host.close()
+        self.hosts.close()
 
     def _count(self, result: ToolResult) -> None:
         with self._lock:
@@ -285,43 +294,19 @@ class ToolEnvironment(SingleTurn):
 
     def _conversation(self, task: Prompt) -> ConversationTokens:
         """How the task's conversation becomes tokens: most rows share one."""
-        tools = self.host.tools
+        host = self.hosts.of(task.row, task.where)
+        tools = host.tools
         chat = self._chat.for_row({**task.row, **({"tools": tools} if tools else {})}, where=task.where)
         if chat.chat_template is None:
             raise ConfigError(
-                f"no-chat-template: environment.name = {self.config.name!r}: turns with tools need a chat "
+                f"no-chat-template: environment {host.target!r}: turns with tools need a chat "
                 "template, and there is none; set data.chat_template to a jinja template with tools"
             )
         options = {name: value for name, value in chat.kwargs.items() if name != "tools"}
-        key = json.dumps([chat.template, options], sort_keys=True, default=str)
+        key = json.dumps([host.target, chat.template, options], sort_keys=True, default=str)
         if key not in self._conversations:
             self._conversations[key] = ConversationTokens(chat.chat_template, tools=tools, options=options)
         return self._conversations[key]
-
-
-def tool_host(config: EnvironmentConfig) -> ToolHost:
-    """Start the processes of a class.
-
-    Raises:
-        ConfigError: the class cannot be imported or used.
-    """
-    return ToolHost(
-        config.name,
-        isolation=None if config.isolation == "auto" else config.isolation,
-        max_live=None if config.max_live == "auto" else config.max_live,
-        tool_seconds=None if config.tool_seconds == "auto" else config.tool_seconds,
-        on_error=config.on_error,
-        result_characters=config.result_characters,
-    )
-
-
-def tools_of(config: EnvironmentConfig | None) -> list[dict[str, Any]]:
-    """Return the JSON schemas of a class's tools, which every prompt shows, for those who only make prompts;
-    none without a class. Raises as tool_host."""
-    if config is None:
-        return []
-    with contextlib.closing(tool_host(config)) as host:
-        return host.tools
 
 
 def _messages(task: Prompt) -> list[Message]:

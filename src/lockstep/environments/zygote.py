@@ -385,6 +385,7 @@ def _described(environment: EnvironmentClass, settings: Settings) -> Message:
         "instance_bytes": probe["instance_bytes"],
         "has_torch": "torch" in sys.modules,
         "restarts": getattr(environment.made, "_restarts", False),
+        "repeatable": getattr(environment.made, "_repeatable", False),
     }
 
 

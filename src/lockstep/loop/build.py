@@ -26,8 +26,10 @@ from lockstep.data.held_out import (
     load_train_and_held_out,
 )
 from lockstep.data.prompts import FixedPrompts, PromptSet
+from lockstep.data.row_tools import RowTools
 from lockstep.engine.build import is_external, make_engine
-from lockstep.environments.tool_environment import ToolEnvironment, tool_host
+from lockstep.environments.hosts import ToolHosts
+from lockstep.environments.tool_environment import ToolEnvironment
 from lockstep.errors import ConfigError, together
 from lockstep.loop.determinism import (
     batch_invariance_lines,
@@ -48,7 +50,7 @@ from lockstep.loop.remote_roles import RemoteCritic, build_others
 from lockstep.loop.resolve import Resolved, resolve
 from lockstep.loop.role_worker import RoleWorker
 from lockstep.loop.roles import Critic, describe_reward_models
-from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts
+from lockstep.loop.rollouts import LoopHooks, RolloutEngine, Rollouts, journal_of
 from lockstep.models.architectures import text_config
 from lockstep.models.load import (
     LoadedModel,
@@ -143,6 +145,7 @@ class Builder:
                 stopping=run.stopping,
                 cancelled=run.is_cancelled,
                 closing=run.stop_deferring,
+                journal=journal_of(run.dir, manifest, config=config, ranks=run.ranks),
             ),
         )
 
@@ -223,13 +226,13 @@ class Builder:
         if section is None:
             prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out)
             return SingleTurn(rewards, prompts=prompts, held_out=held_out)
-        host = tool_host(section)
-        self._closing.callback(host.close)
+        hosts = ToolHosts(section, journal=self.hooks.journal)
+        self._closing.callback(hosts.close)
         if not rewards and config.reward_model is None:
-            host.require_reward()
-        prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=host.tools)
+            hosts.require_reward()
+        prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=hosts.tools)
         chat = ChatFormat(config.data, opened.tokenizer)
-        return ToolEnvironment(section, rewards, host=host, chat=chat, prompts=prompts, held_out=held_out)
+        return ToolEnvironment(section, rewards, hosts=hosts, chat=chat, prompts=prompts, held_out=held_out)
 
     def algorithm(self) -> Algorithm:
         """Return advantages and loss."""
@@ -388,7 +391,7 @@ def _load_prompts(
     rewards: RewardSet,
     *,
     hold_out: HoldOut | None,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: RowTools | None = None,
 ) -> tuple[PromptSet, FixedPrompts]:
     """Load what there is to learn from; whatever of it, the config and the rewards do not fit each other is
     refused before weights are read. All such faults are reported together."""

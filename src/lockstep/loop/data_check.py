@@ -24,7 +24,7 @@ from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.lazy import LAST_KEPT, MAKE_SECONDS, STATES
 from lockstep.data.prompts import FixedPrompts
 from lockstep.data.verdicts import Verdict
-from lockstep.environments.tool_environment import tools_of
+from lockstep.environments.hosts import tools_of
 from lockstep.errors import ConfigError, DataError, TrainError
 from lockstep.loop.documents import offline_task
 from lockstep.models.architectures import silence_transformers

@@ -117,6 +117,7 @@ def evaluation_of(run: Run, engine: RolloutEngine, environment: Environment) -> 
 
     def make(name: str, done: int) -> EvaluationResult | None:
         factor = config.eval.before_max_tokens_factor if name == "before" else 1
+        environment.begin(f"evaluation-{name}-{done:06d}")
         evaluation = evaluate(
             engine,
             environment,

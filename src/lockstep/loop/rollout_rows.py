@@ -91,7 +91,9 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup], *, skip_special_toke
             "step": step,
             "prompt_index": group.prompt.index,
             "sample": rollout.sample,
-            "prompt": group.prompt.text,
+            "prompt": group.prompt.text
+            if rollout.trajectory.prompt_text is None
+            else rollout.trajectory.prompt_text,
             "completion": rollout.trajectory.text,
             "skip_special_tokens": skip_special_tokens,
             "prompt_token_ids": list(rollout.trajectory.parts[0][0].token_ids),

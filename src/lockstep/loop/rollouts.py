@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.config.run import GRPORun
+from lockstep.environments.journal import Journal
 from lockstep.errors import EngineError, LockstepError, TrainError
 from lockstep.loop.metrics import engine_metrics
 from lockstep.observe.metrics import Spans
+from lockstep.observe.run_dir import RunDir
 from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
 from lockstep.protocols.engine import EngineStats
 from lockstep.ranks.context import RankContext
@@ -39,6 +41,8 @@ class LoopHooks:
     """Whether this process was asked to stop."""
     closing: Callable[[], None] = lambda: None
     """Called before the parts are closed: from here on a signal no longer waits for a step's end."""
+    journal: Journal | None = None
+    """Keeps what tools answer."""
 
 
 class HasBackend(Protocol):
@@ -177,7 +181,7 @@ class Rollouts:
         config: GRPORun,
         hooks: LoopHooks,
     ) -> None:
-        self.engine, self.config = engine, config
+        self.engine, self.environment, self.config = engine, environment, config
         self._hooks = hooks
         self._resampling = None
         options = config.algorithm.resolved()
@@ -230,6 +234,7 @@ class Rollouts:
 
     def _sample(self, step: int) -> SampledStep:
         before = self.engine.stats()
+        self.environment.begin(f"step-{step:06d}")
         key = SampleKey(run_seed=self.config.seed, step=step)
         with self._hooks.spans("generate"), self.engine.explaining_memory("engine"):
             if self.partial is not None:
@@ -243,3 +248,16 @@ class Rollouts:
     def abort(self) -> None:
         """End what is sampled."""
         self.engine.abort()
+
+
+def journal_of(
+    folder: RunDir, manifest: Mapping[str, Any], *, config: GRPORun, ranks: RankContext
+) -> Journal:
+    """Return the journal of a run."""
+    return Journal(
+        folder.path / "journal",
+        run=str(manifest.get("started", "")),
+        rank=ranks.rank,
+        checkpoints=folder.checkpoints,
+        keep=2 * config.checkpoint.every + 1,  # the last save may not have ended
+    )

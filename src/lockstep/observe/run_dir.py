@@ -7,6 +7,7 @@
     left_out.jsonl   rows of the data that were dropped, excluded or skipped, as they were found
     summary.json     written at the end
     rollouts/        step-000012.jsonl, evaluation-NAME.jsonl
+    journal/         what tools have answered since the last checkpoint
     checkpoints/     written by the loop
     export/          a Hugging Face folder of the final policy, written by the loop
     logs/            rank-0.log, tensorboard/, and whatever else is logged

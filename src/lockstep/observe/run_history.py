@@ -46,7 +46,7 @@ FILES = (
     "summary.json",
     "lock",
 )
-FOLDERS = ("rollouts", "checkpoints", "logs", "recordings", "export", "engine")
+FOLDERS = ("rollouts", "checkpoints", "logs", "recordings", "export", "engine", "journal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,6 +100,8 @@ class Sampler:
         self.task, self.rules, self.seed = task, rules, seed
         self.trajectory: Trajectory | None = None
         """As far as it has come; None before the first turn."""
+        self.prompt_text: str | None = None
+        """Of the first turn's context, where the environment has made another of it than the task's."""
         self._over: Literal["turns", "tokens"] | None = None
         self._limited = False
 
@@ -217,6 +219,8 @@ class Sampler:
         elif self._limited and trajectory.finish_reason == "length":
             # The environment ended it there, with some of the budget left: that is no truncation.
             trajectory = replace(trajectory, finish_reason="stop", end="done")
+        if self.prompt_text is not None:
+            trajectory = replace(trajectory, prompt_text=self.prompt_text)
         self.trajectory = trajectory
         return trajectory
 
@@ -260,6 +264,10 @@ class Environment:
         """Return at most n tasks for evaluations, always the same ones."""
         return ()
 
+    def begin(self, what: str) -> None:
+        """Called before trajectories of a step (`step-000012`) or of an evaluation (`evaluation-NAME-000012`,
+        after 12 steps) are run. A resumed run repeats it with the same text. The default does nothing."""
+
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """Return one trajectory of the task: that of the last `await sample(...)`. The default is a single
         turn.
@@ -291,6 +299,11 @@ class Environment:
     def pop_counts(self) -> dict[str, float]:
         """Return counts since the last call, by metric name, and reset them."""
         return {}
+
+    def why_dropped(self) -> str | None:
+        """Return why the first trajectory since the last `pop_counts` was dropped, if that is known, for the
+        error of a step in which all are."""
+        return None
 
     def notes(self) -> Sequence[str]:
         """Return what to show at the start of a run, a sentence each."""
@@ -391,7 +404,7 @@ def reward_inputs(task: Prompt, trajectories: Sequence[Trajectory]) -> list[Rewa
     last and `completion_token_ids` is everything after the prompt."""
     return [
         RewardInput(
-            prompt=task.text,
+            prompt=task.text if trajectory.prompt_text is None else trajectory.prompt_text,
             completion=trajectory.text or "",
             row=task.row,
             prompt_token_ids=trajectory.parts[0][0].token_ids,

@@ -232,6 +232,12 @@ class GroupSampler:
         found = {n: r for share in shares for n, r in zip(share.numbers, share.rollouts, strict=True)}
         pairs = ((prompt, found[number]) for number, prompt in enumerate(prompts))
         groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in pairs if r is not None)
+        if not groups and any(share.why_dropped for share in shares):
+            why = next(filter(None, (share.why_dropped for share in shares)))
+            raise RewardError(
+                f"reward-failed: in all {len(prompts)} groups, samples were dropped because the environment "
+                f"failed; correct it. The first failure: {why}"
+            )
         if not groups:
             raise RewardError(
                 f"reward-failed: in all {len(prompts)} groups, rollouts were dropped because their rewards "
@@ -335,7 +341,9 @@ class GroupSampler:
             by_group = scores.results()
             named = [[_named(score) for score in by_group[i]] for i in range(len(groups))]
             scored = self.environment.score_together(groups, named)
-        return _scored(groups, scored, key=key, counts=self.environment.pop_counts())
+        why = self.environment.why_dropped()
+        share = _scored(groups, scored, key=key, counts=self.environment.pop_counts())
+        return replace(share, why_dropped=why)
 
     def is_cancelled(self) -> bool:
         """Whether the caller asks for an end; see `cancelled`."""

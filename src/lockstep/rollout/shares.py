@@ -27,6 +27,8 @@ class Share:
     requested: tuple[SampleRecord, ...] = ()
     counts: dict[str, float] = field(default_factory=dict)
     aborted: bool = False
+    why_dropped: str | None = None
+    """See Environment.why_dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

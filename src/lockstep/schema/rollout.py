@@ -161,6 +161,8 @@ class Trajectory:
     turns: int = 1
     """Turns of the policy."""
     end: EndReason = "done"
+    prompt_text: str | None = None
+    """The text of its first context; None: the task's."""
     wait_seconds: float = field(default=0.0, compare=False)
     """Seconds that its environment took between turns."""
 
