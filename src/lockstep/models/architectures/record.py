@@ -66,7 +66,9 @@ SIZES = frozenset(
 )
 """The config keys that the modelling code of nearly all architectures reads."""
 
-EXPERTS = frozenset({"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"})
+EXPERTS = frozenset(
+    {"initializer_range", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"}
+)
 """Those of a mixture of experts, besides the number and sizes of experts."""
 _MOST_EXPERTS, _MOST_CHOSEN, _WIDTH = 8, 4, 32
 
