@@ -561,11 +561,7 @@ def load_policy(
     def load() -> LoadedModel:
         whole = not backend.shards_weights
         return load_model(
-            run.model,
-            attention=resolved.attention,
-            device=device,
-            materialize=whole,
-            opened=opened,
+            run.model, attention=resolved.attention, device=device, materialize=whole, opened=opened
         )
 
     model, batch_invariance = load(), None
