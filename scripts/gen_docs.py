@@ -270,8 +270,8 @@ def support_page() -> str:
                     (support_line(row) for row in support_rows(BATCH_INVARIANT)),
                 ),
                 "While a trajectory waits for its environment, every engine works on others. What becomes of "
-                "the keys and values of its context, whether the engine can pause between two tokens, and whether it "
-                "serves `rollout.max_lag` above 0:",
+                "the keys and values of its context, whether the engine can pause between two tokens, and "
+                "whether it serves `rollout.max_lag` above 0:",
                 table(
                     ("engine", "where", "keys of a waiting trajectory", "pause", "max_lag"),
                     (

@@ -175,7 +175,17 @@ def test_constraints_pin_what_the_metadata_asks_for() -> None:
         *project["dependencies"],
         *(
             line
-            for name in ("bundled", "data", "plots", "tensorboard", "lora", "bench", "deepspeed", "dev")
+            for name in (
+                "bundled",
+                "data",
+                "plots",
+                "tensorboard",
+                "lora",
+                "bench",
+                "deepspeed",
+                "mcp",
+                "dev",
+            )
             for line in extras[name]
         ),
     ]

@@ -15,14 +15,31 @@ DATA: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "grpo": (QUESTIONS, {"prompt_column": "question", "answer_column": "solution"}),
     "ppo": (QUESTIONS, {"prompt_column": "question", "answer_column": "solution"}),
     "sft": (
-        {"instruction": "What is 1 + 1?", "output": "2"},
-        {"prompt_column": "instruction", "completion_column": "output"},
+        {"instruction": "What is 1 + 1?", "input": "Be brief.", "output": "2"},
+        {
+            "prompt_column": "instruction",
+            "completion_column": "output",
+            "prompt_template": "{prompt}\n\n{input}",
+        },
     ),
     "dpo": (
         {"problem": "What is 1 + 1?", "chosen": "2", "rejected": "I do not know."},
         {"prompt_column": "problem", "chosen_column": "chosen"},
     ),
+    "tools": (QUESTIONS, {"prompt_column": "question", "answer_column": "solution"}),
 }
+
+TOOLS_TEMPLATE = """\
+{%- if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|end|>{% endif %}
+{%- for m in messages %}
+{{- '<|' + m.role + '|>' + m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>{"name":"' + call.function.name + '","arguments":' + call.function.arguments | tojson }}
+{{- '}</tool_call>' }}
+{%- endfor %}
+{{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
 
 @pytest.fixture
@@ -52,6 +69,9 @@ def test_a_written_file_is_short_and_trains(
     assert main(["train", "mine.toml", "--print-config"]) == 0
     capsys.readouterr()
     flags = ["--steps", "3", "--run-dir", "run", "--log.no-tensorboard", "--checkpoint.no-export-at-end"]
+    if kind == "tools":
+        Path("template.jinja").write_text(TOOLS_TEMPLATE)
+        flags += ["--data.chat-template", "template.jinja"]
     if run.online:
         flags += ["--rollout.sampling.max-tokens", "4", "--rollout.group-size", "2", "--eval.no-before"]
     assert main(["train", "mine.toml", *flags]) == 0
@@ -76,14 +96,43 @@ def test_the_command_that_starts_the_run_is_quoted(folder: Path, capsys: pytest.
     assert Path("my run.toml").read_text().startswith("# lockstep train 'my run.toml'    (--help")
 
 
+def test_a_single_row_is_not_held_out(folder: Path) -> None:
+    assert main(["init", "grpo", data(QUESTIONS, rows=1)]) == 0
+    run = load_run("run.toml")
+    assert not (run.eval.before or run.eval.after or run.eval.every) and run.documents_per_update == 8
+    assert main(["init", "grpo", data(QUESTIONS, rows=2), "--out", "two.toml"]) == 0
+    assert load_run("two.toml").eval.every == 20
+
+
+def test_a_task_that_makes_its_rows(folder: Path) -> None:
+    assert main(["init", "grpo", "reasoning_gym:leg_counting"]) == 0
+    run = load_run("run.toml")
+    assert run.data.source == "reasoning_gym:leg_counting" and run.reward_functions[0].name == "verifier"
+    assert run.data.prompt_column == "prompt" and run.documents_per_update == 64
+
+
+def test_tools_of_a_class_of_ones_own(folder: Path) -> None:
+    file = data({"question": "What is 1 + 1?", "input": "Use it.", "a": 1})
+    assert main(["init", "tools", file, "--environment", "my_tools:Adder", "--column", "input=a"]) == 0
+    run = load_run("run.toml")
+    assert run.environment is not None and run.environment.name == "my_tools:Adder"
+    assert run.reward_functions == () and run.data.prompt_template == "{prompt}\n\n{a}"
+
+
 def test_what_init_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = data({"frage": "1 + 1?", "antwort": "2"})
+    Path("empty.jsonl").touch()
     for argv, told in (
         (["grpo", file], "error[missing-column]: my data.jsonl has the columns frage, antwort, n"),
         (["sft", file, "--column", "completion=antwort"], "name it: --column prompt=NAME"),
         (["dpo", file, "--column", "chosen=nope"], "error[missing-column]"),
         (["dpo", file, "--column", "choosen=frage"], "did you mean 'chosen'?"),
         (["grpo", "nope.jsonl"], "error[no-such-file]"),
+        (["grpo", "empty.jsonl"], "error[nothing-left]: data.source = 'empty.jsonl' is empty; give it rows"),
+        (["grpo", "ids"], "error[unsupported-combination]: DATA = 'ids' is for models without a tokenizer"),
+        (["sft", "reasoning_gym:leg_counting"], "reasoning_gym:leg_counting makes prompts only"),
+        (["grpo", "reasoning_gym:leg_countin"], "did you mean 'leg_counting'?"),
+        (["grpo", file, "--environment", "a:B"], "error[no-effect]: --environment a:B is for lockstep init"),
         (
             ["grpo", file, "--column", "prompt=frage", "--column", "chosen=antwort"],
             "error[no-effect]: --column chosen=antwort would change nothing",

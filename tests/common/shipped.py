@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import importlib
 import json
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,10 @@ from lockstep.observe.chat_template import ChatTemplate
 
 TABLE = Path(__file__).parents[1] / "environments" / "shipped_templates.json"
 """The packages with version and licence, the special tokens, and per template whether a branch is due."""
+VLLM_VERSION = "0.32.0"
+VLLM = TABLE.with_name("vllm_templates.json.gz")
+"""The templates of vLLM: its wheel has only those below vllm/, its source package also those for tools, in
+examples/. The tests of tests/vllm compare the wheel's with these."""
 
 ADD = {
     "type": "function",
@@ -44,6 +49,8 @@ def table() -> dict[str, Any]:
 def template_text(name: str) -> str:
     """Return a template; skips the test where its package has another version than the table's."""
     package, _, stem = name.partition("/")
+    if package == "vllm":
+        return vllm_templates()[stem]
     wanted = table()["packages"][package]["version"]
     if (version := metadata.version(package)) != wanted:
         pytest.skip(f"the table is of {package} {wanted}, and {version} is installed")
@@ -52,6 +59,13 @@ def template_text(name: str) -> str:
         return (folder / f"{stem}.jinja").read_text(encoding="utf-8")
     module, _, attribute = stem.rpartition(".")
     return str(getattr(importlib.import_module(f"transformers.models.{module}"), attribute))
+
+
+@functools.cache
+def vllm_templates() -> dict[str, str]:
+    """The templates by their path in the source package, without .jinja."""
+    found: dict[str, str] = json.loads(gzip.decompress(VLLM.read_bytes()))
+    return found
 
 
 @functools.cache

@@ -17,7 +17,8 @@ from lockstep.config.environment import EnvironmentConfig
 from lockstep.config.ppo import PPOConfig, PPOKLConfig, PPORun
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
-from lockstep.config.rules import RULES, Rule, refuse
+from lockstep.config.rule import Rule
+from lockstep.config.rules import RULES, refuse
 from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.config.support import check_backend
 from lockstep.config.train import EvalConfig, TrainConfig

@@ -138,3 +138,22 @@ def test_an_exception_is_told() -> None:
     assert 'raise ValueError("no\\x1b")' in answer["traceback"]
     answer = instance(Rewarded, {"content": ""})(op="call", name="act", arguments={"a": 1})
     assert answer["kind"] == "wrong-arguments"
+
+
+def test_content_blocks_are_read_as_text() -> None:
+    class Blocks:
+        def reset(self) -> Any:
+            return [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+        def image(self) -> Any:
+            """Return an image."""
+            return [{"type": "text", "text": "a"}, {"type": "image", "image": b""}]
+
+        def rows(self) -> Any:
+            """Return rows that have a type, too."""
+            return [{"type": "image", "size": 3}]
+
+    reply = instance(Blocks, {})
+    assert reply(op="reset")["value"] == "ab"
+    assert reply(op="call", name="image", arguments={})["kind"] == "wrong-result"
+    assert reply(op="call", name="rows", arguments={})["value"] == '[{"type": "image", "size": 3}]'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,18 @@ class Async:
     met = asyncio.Event()
 
     async def reset(self, **row):
-        self.row = row
+        self.row, self.ticks = row, 0
+        self.ticking = asyncio.create_task(self._tick())
         return "Go."
+
+    async def _tick(self):
+        while True:
+            await asyncio.sleep(0.01)
+            self.ticks += 1
+
+    async def ticked(self) -> int:
+        """Return how often the task in the background ran."""
+        return self.ticks
 
     async def meet(self) -> str:
         """Wait for the other instance."""
@@ -106,6 +117,24 @@ def test_one_that_blocks_or_ends_the_process_costs_all(host: ToolHost, name: str
     (after, _) = texts(run(pair(host, "where")))
     assert after != before and after.isdigit()
     assert len(processes(host)) == 1 and host._room._free == host.max_live
+
+
+def test_tasks_in_the_background_run_between_calls(tmp_path: Path) -> None:
+    (tmp_path / "async_tools_ticking.py").write_text(TOOLS)
+
+    async def waited(host: ToolHost) -> list[int]:
+        instance = await host.open({}, seed=0)
+        await instance.reset()
+        counts = [0]
+        # Alone, a call lets the task run once or not at all.
+        while len(counts) < 20 and counts[-1] - counts[-2:][0] < 5:
+            await asyncio.sleep(1.0)
+            counts.append(int((await instance.call("ticked", {}, turn=0, call=0)).text))
+        await instance.close()
+        return counts
+
+    with hosted("async_tools_ticking:Async", tmp_path, max_live=1) as host:
+        assert max(b - a for a, b in itertools.pairwise(run(waited(host)))) >= 5
 
 
 def test_async_ones_in_a_process_each(tmp_path: Path) -> None:

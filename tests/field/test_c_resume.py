@@ -302,7 +302,7 @@ def remove(file: str) -> Callable[[Path], None]:
         (
             remove("rollouts/step-000000.jsonl"),
             None,
-            ["rollouts/ lacks the files of 1 steps, beginning with step 0"],
+            ["rollouts/ lacks the files of 1 step, beginning with step 0"],
             True,
         ),
         (

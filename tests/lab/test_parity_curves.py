@@ -116,7 +116,7 @@ def test_our_run_folder(tmp_path: Path) -> None:
     found = read_losses(tmp_path)
     assert (found.steps, found.values) == ((0, 1), (3.0, 2.0))
     assert found.source == "metrics, key 'loss'" and found.path == tmp_path / "metrics.jsonl"
-    assert found.notes == ("1 steps were there again; the last value of each is taken",)
+    assert found.notes == ("1 repeated step; the last value of each is taken",)
 
 
 def test_hugging_face(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_ranks_go_on_from_the_step_with_the_next_plan(tmp_path: Path) -> None:
     (tmp_path / "alone" / "summary.json").unlink()
     resumed = train(tmp_path, "alone", "--resume", "alone", "--checkpoint", "1", *flags)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "resuming after 1 steps from alone/checkpoints/step-000001" in resumed.stdout
+    assert "resuming after 1 step from alone/checkpoints/step-000001" in resumed.stdout
     rows = metrics_of(tmp_path / "oom")
     assert rows == metrics_of(tmp_path / "alone")
     assert [row["input/micro_batches"] for row in rows] == [2, 4]

@@ -43,7 +43,7 @@ def test_display_off_prints_the_verdict_only(lockstep: Commands, tiny_toml: Path
     argv = ("train", tiny_toml, "--run-dir", tmp_path / "run", "--steps", "1", "--log.display", "off")
     ended = lockstep(*argv, cwd=tmp_path)
     assert ended.err == ""
-    assert ended.out == ended.verdict + "\n" and ended.verdict.startswith("train: finished, 1 steps")
+    assert ended.out == ended.verdict + "\n" and ended.verdict.startswith("train: finished, 1 step")
 
 
 def test_a_failed_run_says_why_last(lockstep: Commands, tiny_toml: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_steps_of_a_version_without_a_ledger_are_not_missed(run: Path) -> None:
     rows = [each for each in good() if each["step"] == 1]
     assert problems(run, rows) == ["step 0 has no lines"]
     assert problems(run, [{"step": 1, "since": 1}, *rows]) == []
-    assert check_ledger(run).since == 1 and " in 1 steps since step 1: " in check_ledger(run).text()
+    assert check_ledger(run).since == 1 and " in 1 step since step 1: " in check_ledger(run).text()
 
 
 def test_a_resumed_run_without_a_ledger_says_since_when_it_has_one(tmp_path: Path) -> None:

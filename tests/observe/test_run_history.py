@@ -44,5 +44,5 @@ def test_steps_that_a_running_run_does_while_it_is_looked_at_are_no_gaps(tmp_pat
     assert len(gaps(tmp_path, read)) == 3  # the ledger's step 5, the rollouts of steps 4 and 5
     (tmp_path / "rollouts" / "step-000001.jsonl").unlink()
     assert gaps(tmp_path, read, running=True) == [
-        "rollouts/ lacks the files of 1 steps, beginning with step 1"
+        "rollouts/ lacks the files of 1 step, beginning with step 1"
     ]

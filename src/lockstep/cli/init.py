@@ -3,11 +3,14 @@
 lockstep init grpo problems.jsonl
 lockstep init sft conversations.parquet --model Qwen/Qwen3-0.6B --out sft.toml
 lockstep init dpo pairs.jsonl --column prompt=question
+lockstep init grpo reasoning_gym:countdown
+lockstep init tools problems.jsonl --environment my_tools:Calculator
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from lockstep.cli import arguments as values
 from lockstep.common_errors import already_exists, unknown
 from lockstep.config.data import DataConfig
 from lockstep.config.load import build, parse_toml, toml_value
+from lockstep.data.rows import ReasoningGymRows
 from lockstep.data.sources import count_rows, load_rows, missing_column
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable, write_atomic
@@ -25,6 +29,7 @@ from lockstep.observe.text import echo
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "question", "problem", "instruction", "query", "input", "messages"),
+    "input": ("input", "context"),
     "answer": ("answer", "solution", "final_answer", "expected_answer", "ground_truth", "target"),
     "messages": ("messages", "conversation", "conversations"),
     "completion": ("completion", "response", "output", "answer", "solution"),
@@ -33,6 +38,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "rejected": ("rejected", "dispreferred", "refused"),
 }
 """Role of a column -> its usual names; the first one that the data has is taken."""
+PYTHON_TOOL = "lockstep.environments.python_tool:PythonTool"
 _ROWS = 64
 """Rows that are counted, so that a batch is not larger than a small file."""
 
@@ -51,9 +57,18 @@ class Found:
     """The first row."""
     rows: int
     """Up to _ROWS."""
+    generated: bool = False
+    """Whether the source makes its rows: they need no columns to be named."""
+    environment: str = ""
+    """`module:Class` of the tools."""
 
     def need(self, *roles: str) -> None:
         """Raise ConfigError unless the data has a column for one of the roles."""
+        if self.generated and "prompt" not in roles:
+            raise ConfigError(
+                f"unsupported-combination: {self.source} makes prompts only; give a file, a folder or a hub "
+                f"set with a column for the {' or '.join(roles)}"
+            )
         if not any(role in self.columns for role in roles):
             usual = ", ".join(name for role in roles for name in ROLES[role])
             raise ConfigError(
@@ -63,8 +78,16 @@ class Found:
 
     def lines(self, *roles: str) -> list[tuple[str, str]]:
         """The settings that name the columns of these roles, as far as the data has them."""
+        if self.generated:
+            return []
         found = {role: self.columns[role] for role in roles if role in self.columns}
-        return [(f"{role}_column = {toml_value(column)}", "") for role, column in found.items()]
+        named = [(f"{role}_column = {toml_value(column)}", "") for role, column in found.items()]
+        # Alpaca's `input`, which belongs to the prompt.
+        more = self.columns.get("input")
+        if "prompt" in found and more not in (None, *found.values()):
+            text = toml_value(f"{{prompt}}\n\n{{{more}}}")
+            named.append((f"prompt_template = {text}", "every column can be part of the prompt"))
+        return named
 
 
 Lines = list[tuple[str, str]]
@@ -94,27 +117,47 @@ def _train(lr: str, why: str) -> Lines:
 def _rl(kind: str, found: Found) -> Lines:
     found.need("prompt")
     reward = ('rewards = [{name = "math"}]', 'compares with the answer; "module:function" calls your own')
-    if "answer" not in found.columns:
+    if found.generated:
+        reward = ('rewards = [{name = "verifier"}]', 'the task\'s own; "module:function" calls your own')
+    elif "answer" not in found.columns:
         reward = (
             'rewards = [{name = "length", kwargs = {target = 64}}]',
             'put your own here: {name = "module:function"}',
         )
+    evaluation = ("eval.every = 20", "on held-out rows; also before and after training")
+    if found.rows == 1:
+        evaluation = ("eval = {before = false, after = false}", "a single row cannot be held out")
     return [
-        *_head(kind, found, "rollout batches"),
-        reward,
+        *_head("grpo" if found.environment else kind, found, "rollout batches"),
+        evaluation,
+        *([reward] if found.environment in ("", PYTHON_TOOL) else []),
         *([("value.lr = 1e-5", "learning rate of the value model")] if kind == "ppo" else []),
+        *_tools(found),
         *_model(found),
         *_data(found, found.lines("prompt", "answer")),
         ("", ""),
         ("[rollout]", ""),
         (f"prompts_per_step = {max(1, min(8, found.rows // 2))}", ""),
         ("group_size = 8", "completions of each prompt"),
+        *_turns(found),
         ("sampling.max_tokens = 256", "raise it if rollout/truncated is high"),
         *_train("1e-6", "with LoRA ([model.lora]) about ten times more"),
-        ("", ""),
-        ("[eval]", "on held-out rows; also before and after training"),
-        ("every = 20", ""),
     ]
+
+
+def _tools(found: Found) -> Lines:
+    if not found.environment:
+        return []
+    why = "its methods are tools" + (
+        "; or a class of yours" if found.environment == PYTHON_TOOL else ", and it rewards"
+    )
+    return [(f"environment = {toml_value(found.environment)}", why)]
+
+
+def _turns(found: Found) -> Lines:
+    if not found.environment:
+        return []
+    return [("max_turns = 4", ""), ("max_trajectory_tokens = 1024", "all turns and results of tools")]
 
 
 def _sft(kind: str, found: Found) -> Lines:
@@ -152,7 +195,13 @@ def _dpo(kind: str, found: Found) -> Lines:
     ]
 
 
-TEMPLATES: Mapping[str, Callable[[str, Found], Lines]] = {"grpo": _rl, "ppo": _rl, "sft": _sft, "dpo": _dpo}
+TEMPLATES: Mapping[str, Callable[[str, Found], Lines]] = {
+    "grpo": _rl,
+    "ppo": _rl,
+    "sft": _sft,
+    "dpo": _dpo,
+    "tools": _rl,
+}
 """Kind of run, or a purpose of one -> the lines of its file."""
 
 
@@ -167,10 +216,15 @@ def main(argv: Sequence[str]) -> int:
     if args.out.exists():
         raise already_exists(f"--out {args.out}", "choose another file, or delete it")
     check_writable(args.out, flag="--out")
+    environment = args.environment or (PYTHON_TOOL if args.kind == "tools" else "")
+    if environment and args.kind != "tools":
+        raise ConfigError(f"no-effect: --environment {environment} is for lockstep init tools; leave it out")
     found = look(args.data, args.column, model=args.model, file=args.out)
+    found = dataclasses.replace(found, environment=environment)
     text = written(TEMPLATES[args.kind](args.kind, found))
     for word in args.column:
-        if f"\n{word.partition('=')[0]}_column = " not in text:
+        role, _, column = word.partition("=")
+        if f"\n{role}_column = " not in text and not (role == "input" and f"{{{column}}}" in text):
             raise ConfigError(
                 f"no-effect: --column {word} would change nothing: a {args.kind} run of this data has no "
                 "such column; leave it out"
@@ -188,11 +242,14 @@ def parser() -> argparse.ArgumentParser:
         "Write a short run file with comments for your data. Columns are recognised by their usual names.",
     )
     parser.add_argument("kind", choices=list(TEMPLATES), help="what to train")
-    source = "a .jsonl, .json or .parquet file, a folder saved by `datasets`, or a hub name"
+    source = (
+        "a .jsonl, .json or .parquet file, a folder saved by `datasets`, a hub name, or reasoning_gym:TASK"
+    )
     parser.add_argument("data", metavar="DATA", help=source)
     flags = values.Flags(parser)
     flags.value("--out", values.path, "the file to write", Path("run.toml"))
     flags.value("--model", "NAME", "hub name or folder of the model", "bundled:smollm2-135m")
+    flags.value("--environment", "MODULE:CLASS", "tools: a class of yours", None)
     flags.many("--column", "ROLE=NAME", f"a column with an unusual name; roles: {', '.join(ROLES)}")
     return parser
 
@@ -208,6 +265,8 @@ def look(source: str, named: Sequence[str], *, model: str, file: Path) -> Found:
         ConfigError: there is no such role or column.
     """
     data = DataConfig(source=source)
+    if data.generated:
+        return _generated(data, named, model=model, file=file)
     row = load_rows(data.model_copy(update={"size": 1}))[0]
     columns = {
         role: found for role, usual in ROLES.items() if (found := next((n for n in usual if n in row), ""))
@@ -221,6 +280,24 @@ def look(source: str, named: Sequence[str], *, model: str, file: Path) -> Found:
         columns[role] = column
     return Found(
         source=source, model=model, file=file, columns=columns, row=row, rows=count_rows(data, _ROWS)
+    )
+
+
+def _generated(data: DataConfig, named: Sequence[str], *, model: str, file: Path) -> Found:
+    """The rows of a task. Raises ConfigError: there is no such task, or a column was named."""
+    if data.source == "ids":
+        raise ConfigError(
+            "unsupported-combination: DATA = 'ids' is for models without a tokenizer; see lockstep train "
+            "grpo --recipe tiny"
+        )
+    if named:
+        raise ConfigError(
+            f"no-effect: --column {named[0]}: {data.source} names its columns itself; leave it out"
+        )
+    row = ReasoningGymRows(data).row("train", 0, 0)
+    columns = {"prompt": "question", "answer": "answer"}
+    return Found(
+        source=data.source, model=model, file=file, columns=columns, row=row, rows=_ROWS, generated=True
     )
 
 

@@ -42,7 +42,7 @@ from lockstep.observe.lock import SHARED_MEMORY, remove_left
 from lockstep.observe.memory_plans import REPLANS, OutOfMemory, take_smaller
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import way_on
-from lockstep.observe.text import echo
+from lockstep.observe.text import counted, echo
 from lockstep.processes.child import gc_paused
 from lockstep.processes.programs import COMMAND
 from lockstep.ranks.environment import COPIES, TURN, WAIT_SECONDS, Recovery, in_launcher, recovery
@@ -445,7 +445,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
     """Return the last line: outcome, steps, wall time, held-out results, run directory."""
     parts = [str(summary["outcome"])]
     if "steps" in summary:
-        parts.append(f"{summary['steps']} steps")
+        parts.append(counted(summary["steps"], "step"))
     parts.append(f"{summary['wall_seconds']:.0f} s")
     before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
     budgets = before.get("max_tokens"), after.get("max_tokens")

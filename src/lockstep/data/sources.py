@@ -54,10 +54,10 @@ class Source:
         left = max(len(self.table) - config.skip, 0)
         self._length = left if config.size is None else min(left, config.size)
         if not left or (config.streaming and not self.head(1)):
-            raise DataError(
-                f"nothing-left: data.source = {config.source!r} has no rows after data.skip = {config.skip}; "
-                "lower data.skip"
-            )
+            problem = "is empty; give it rows, one JSON object per line in a .jsonl file"
+            if config.skip:
+                problem = f"has no rows after data.skip = {config.skip}; lower data.skip"
+            raise DataError(f"nothing-left: data.source = {config.source!r} {problem}")
 
     def __len__(self) -> int:
         return self._length

@@ -7,12 +7,16 @@
         def get_reward(self) -> float: ...
 
 Toolbox form: every public method is a tool, except `reset`, `get_reward` and `close`. Gym form: a class with
-`step`. Methods may be async. Loads no torch: this runs in the process that has imported the author's module.
+`step`. Methods may be async. What TRL takes as `environment_factory`, a class or a function that makes
+objects, is in toolbox form. Loads no torch: this runs in the process that has imported the author's module.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +26,9 @@ from lockstep.rollout.reward_functions import text_of
 
 RESERVED = ("reset", "step", "get_reward", "close")
 """Public methods that are no tools."""
+LISTING = ("_list_tools", "_call_tool")
+"""Methods of a class whose objects are asked for their tools, as clients of servers are: `_list_tools()`
+returns JSON schemas, `_call_tool(name, arguments)` a result."""
 _SEE = "see docs/how-to/environments.md"
 
 
@@ -32,9 +39,13 @@ class EnvironmentClass:
     target: str
     """`module:Class`."""
     made: type
+    make: Callable[[], Any]
+    """Makes an object: the class, or a function."""
     form: Literal["toolbox", "gym"]
     tools: tuple[str, ...]
     """Names of methods in the order of definition, those of base classes first; none in gym form."""
+    lists: bool
+    """Whether its objects are asked for more tools, see LISTING."""
     reward: Literal["get_reward", "_reward", "step"] | None
     """The method that tells the reward; None: only reward functions of the run can."""
     asynchronous: tuple[str, ...]
@@ -42,15 +53,20 @@ class EnvironmentClass:
 
     @classmethod
     def of(cls, value: Any, target: str) -> EnvironmentClass:
-        """Look at a class.
+        """Look at a class, or at a function whose return type is one: `def make() -> Calculator`.
 
         Raises:
             ConfigError: it is no class, has no tools, or a tool lacks types or a docstring.
         """
         what = f"environment {target!r}"
-        if not inspect.isclass(value):
-            raise ConfigError(f"wrong-part: {what} is a {type(value).__name__}, not a class; {_SEE}")
+        make, value = value, _class_of(value)
+        if value is None:
+            raise ConfigError(
+                f"wrong-part: {what} is a {type(make).__name__}, neither a class nor a function whose return "
+                f"type is one; {_SEE}"
+            )
         methods = _methods(value)
+        lists = all(name in methods for name in LISTING)
         tools = tuple(name for name in methods if name not in RESERVED and not name.startswith("_"))
         gym = "step" in methods
         if gym and tools:
@@ -60,7 +76,9 @@ class EnvironmentClass:
             )
         if gym and "reset" not in methods:
             raise ConfigError(f"wrong-part: {what} has `step` but no `reset`, which returns the first prompt")
-        if not gym and not tools:
+        if gym and lists:
+            raise ConfigError(f"contradiction: {what} has `step`, so it is a game, and also {LISTING[0]}")
+        if not gym and not tools and not lists:
             raise ConfigError(
                 f"wrong-part: {what} has no tools: no public method except {', '.join(RESERVED)}, and no "
                 f"`step` either; add a typed method with a docstring, {_SEE}"
@@ -71,18 +89,21 @@ class EnvironmentClass:
         return cls(
             target=target,
             made=value,
+            make=make,
             form="gym" if gym else "toolbox",
             tools=tools,
+            lists=lists,
             reward=reward or ("step" if gym else None),
             asynchronous=tuple(n for n in methods if inspect.iscoroutinefunction(methods[n])),
         )
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the tools as transformers' `get_json_schema` describes them. Imports transformers, which
-        takes a second and some 60 MB.
+        """Return the tools as transformers' `get_json_schema` describes them, and those that an object lists.
+        Imports transformers, which takes a second and some 60 MB.
 
         Raises:
-            ConfigError: a tool's docstring does not describe an argument, or a type has no JSON form.
+            ConfigError: a tool's docstring does not describe an argument, or a type has no JSON form; two
+                tools have the same name.
         """
         from transformers.utils.chat_template_utils import get_json_schema
 
@@ -96,14 +117,43 @@ class EnvironmentClass:
                     "docstring needs a section `Args:` with a line `name: description` for each argument, "
                     "and types that JSON has (int, float, str, bool, list, dict, Literal, None)"
                 ) from error
+        if self.lists:
+            schemas += asyncio.run(_listed(self.make()))
+        names = [schema["function"]["name"] for schema in schemas]
+        if again := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigError(f"wrong-part: environment {self.target!r} has two tools {again!r}; rename one")
         return schemas
 
 
+async def settled(value: Any) -> Any:
+    """Return what an author's method returns, `async` or not."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _listed(made: Any) -> list[dict[str, Any]]:
+    """The tools that an object lists, which has no other use."""
+    try:
+        return list(await settled(made._list_tools()))
+    finally:
+        if hasattr(made, "close"):
+            await settled(made.close())
+
+
+def _class_of(value: Any) -> type | None:
+    """The class, or that of the objects which a function makes."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    if inspect.isfunction(value):
+        value = typing.get_type_hints(value).get("return")
+    return value if inspect.isclass(value) and value is not type(None) else None
+
+
 def _methods(made: type) -> dict[str, Callable[..., Any]]:
-    """Methods by name, as an instance would have them; properties are not looked at, as that runs them."""
+    """Methods by name, as an instance would have them, without those of the class, which make other objects;
+    properties are not looked at, as that runs them."""
     names = dict.fromkeys(name for base in reversed(made.__mro__[:-1]) for name in vars(base))
     found = {name: inspect.getattr_static(made, name) for name in names}
-    plain = {n: v.__func__ if isinstance(v, staticmethod | classmethod) else v for n, v in found.items()}
+    plain = {n: v.__func__ if isinstance(v, staticmethod) else v for n, v in found.items()}
     return {name: value for name, value in plain.items() if inspect.isfunction(value)}
 
 

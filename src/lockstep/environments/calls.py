@@ -64,6 +64,9 @@ class Call:
         return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": text}
 
 
+_CALLS = (Call(name=_NAME, arguments=_ARGUMENTS, id="000000000"),)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallError:
     """A call that does not parse."""
@@ -128,7 +131,7 @@ class CallParser:
             raise ValueError(f"the arguments of {name!r} must be an object, got {_cut(repr(arguments))}")
         types = self._types.get(name, {})
         made = {
-            key: _typed(value.text, types.get(key)) if isinstance(value, _Raw) else value
+            key: value.typed(types.get(key)) if isinstance(value, _Raw) else value
             for key, value in arguments.items()
         }
         # Nine letters and digits, as Mistral's templates demand.
@@ -150,7 +153,9 @@ def learned_form(template: ChatTemplate) -> CallForm | None:
         return None
     two = _written(template, [_NAME, _OTHER])
     for learn in (_Objects.learned, _Arguments.learned, _Pairs.learned, _Python.learned, _Braces.learned):
-        if (form := learn(one, two or "")) is not None:
+        form = learn(one, two or "")
+        # Some templates lose commas or quotes: nothing can read the calls that they write.
+        if form is not None and CallParser(form).parse(one).calls == _CALLS:
             return form
     return None
 
@@ -305,6 +310,12 @@ class _Raw:
     """An argument whose type its text does not tell."""
 
     text: str
+    quoted: bool = False
+    """It was written as a string, which is how some templates write numbers, too."""
+
+    def typed(self, kind: Any) -> Any:
+        as_it_is = self.quoted and kind not in ("integer", "number", "boolean")
+        return self.text if as_it_is else _typed(self.text, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,18 +392,24 @@ class _Python:
     """A list of calls as Python writes them: LFM2, Llama 4."""
 
     opening: str
+    """May be empty: then the whole turn is the list."""
     closing: str
 
     @classmethod
     def learned(cls, one: str, two: str) -> _Python | None:
         begin = one.find(f"[{_NAME}({next(iter(_ARGUMENTS))}=")
         end = one.rfind(")]")
-        if begin < 0 or end < 0 or not one[:begin].strip():
+        if begin < 0 or end < 0:
             return None
         return cls(_last_line(one[:begin]), _first_line(one[end + 2 :]))
 
     def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
-        first, *blocks = text.split(self.opening)
+        if self.opening:
+            first, *blocks = text.split(self.opening)
+        elif re.match(rf"\s*\[{_WORD}\(", text):
+            first, blocks = "", [text]
+        else:
+            return text, []
         found: list[tuple[str, Any]] = []
         for block in blocks:
             inner = block.split(self.closing)[0] if self.closing else block
@@ -407,7 +424,7 @@ class _Python:
     def _call(self, call: ast.expr) -> tuple[str, dict[str, Any]]:
         if not isinstance(call, ast.Call) or call.args or not all(each.arg for each in call.keywords):
             raise ValueError("no call by keywords")
-        return ast.unparse(call.func), {str(k.arg): _literal(k.value) for k in call.keywords}
+        return ast.unparse(call.func), _quoted({str(k.arg): _literal(k.value) for k in call.keywords})
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +454,7 @@ class _Braces:
                 raise ValueError(f"a name and arguments in braces must follow {self.opening!r}")
             inner = block[name.end() :]
             inner = inner.split(self.closing)[0] if self.closing else inner
-            found.append((name.group(), _json(self._as_json(inner), 0)[0]))
+            found.append((name.group(), _quoted(_json(self._as_json(inner), 0)[0])))
         return first, found
 
     def _as_json(self, text: str) -> str:
@@ -448,6 +465,12 @@ class _Braces:
 
 
 # Parts of texts.
+
+
+def _quoted(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _Raw(value, quoted=True) if isinstance(value, str) else value for key, value in arguments.items()
+    }
 
 
 def _json(text: str, start: int) -> tuple[Any, int]:

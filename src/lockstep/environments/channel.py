@@ -111,6 +111,19 @@ async def send_within(channel: socket.socket, message: Iterable[bytes], deadline
             break
 
 
+async def readable(fd: int) -> None:
+    """Wait until there is something to read."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
 async def _ready(channel: socket.socket, deadline: float, *, write: bool) -> None:
     """Wait until the socket is ready or the deadline has passed.
 

@@ -4,15 +4,15 @@ template and the tokenizer make of all turns together."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Literal
 
 from lockstep.environments.delta import Ledger, Part
-from lockstep.environments.turns import Stub, Turns
+from lockstep.environments.turns import Stub, Turns, runs
 from lockstep.errors import DataError
 from lockstep.observe.chat_template import Message
+from lockstep.observe.template_renderer import Rendered
 
 Mismatch = Literal["refused", "header", "turn", "text", "decoded", "tokens", "reply"]
 """What differs. refused: the template refuses the whole conversation. header: what stands before a turn.
@@ -53,25 +53,37 @@ class Checks:
         for part in ledger.parts:
             if not part.turns:
                 continue
-            if (mismatch := _mismatch(turns, part, ledger.where)) is not None:
+            # A turn without a reply is the last of the part: nothing was appended to it.
+            stubs = [turns.stub(turn, n) for n, turn in enumerate(part.turns[: len(part.replies)])]
+            jobs = [
+                (_messages(part, [stub.message for stub in stubs]), True),
+                (_messages(part, list(map(turns.message, part.turns))), len(part.replies) == len(part.turns)),
+            ]
+            with_stubs, canonical = turns.rendered(jobs, where=ledger.where)
+            if (mismatch := _mismatch(turns, part, stubs, with_stubs)) is not None:
                 self.mismatches[mismatch] += 1
             self.open_borders += _open_borders(turns, part)
-            self.noncanonical_turns += _noncanonical(turns, part, ledger)
+            self.noncanonical_turns += _noncanonical(turns, part, canonical)
 
 
-def _mismatch(turns: Turns, part: Part, where: str) -> Mismatch | None:
-    # A turn without a reply is the last of the part: nothing was appended to it.
-    stubs = [turns.stub(turn, n) for n, turn in enumerate(part.turns[: len(part.replies)])]
+def _messages(part: Part, written: Sequence[Message]) -> list[Message]:
+    """The messages of a part, with these for its turns."""
     messages = list(part.messages)
-    for stub, reply in zip(stubs, part.replies, strict=True):
-        messages += [stub.message, *reply.messages]
-    try:
-        (whole,) = turns.render([(messages, True)], where=where)
-    except DataError:
+    for number, message in enumerate(written):
+        messages.append(message)
+        messages += part.replies[number].messages if number < len(part.replies) else ()
+    return messages
+
+
+def _mismatch(
+    turns: Turns, part: Part, stubs: Sequence[Stub], whole: Rendered | DataError
+) -> Mismatch | None:
+    if isinstance(whole, DataError):
         return "refused"
     if (mismatch := _text_mismatch(part, stubs, whole.text)) is not None:
         return mismatch
-    if turns.keeps_text and any(turns.text(reply.ids) != reply.text for reply in part.replies):
+    texts = [reply.text for reply in part.replies]
+    if turns.keeps_text and turns.texts([reply.ids for reply in part.replies]) != texts:
         return "decoded"
     return None if _same_tokens(turns, part) else "tokens"
 
@@ -108,21 +120,11 @@ def _same_tokens(turns: Turns, part: Part) -> bool:
         text += reply.text
         mine += reply.ids
     whole = special.encode(text, tuple(plain))
-    theirs, ours = list(_segments(whole, turns)), list(_segments(mine, turns))
+    theirs, ours = list(runs(whole, special.ids)), list(runs(mine, special.ids))
     if part.turns and len(part.turns) > len(part.replies):  # the header of the last turn, too
         theirs, ours = theirs[:-1], ours[:-1]
     pairs = zip(theirs, ours, strict=False)
     return len(theirs) == len(ours) and all(None in mine or mine == their for their, mine in pairs)
-
-
-def _segments(ids: Sequence[int | None], turns: Turns) -> Iterator[list[int | None]]:
-    """Runs of ordinary tokens, and each special token alone."""
-    special = turns.special.ids
-    for is_special, run in groupby(ids, lambda i: i in special):
-        if is_special:
-            yield from ([i] for i in run)
-        else:
-            yield list(run)
 
 
 def _open_borders(turns: Turns, part: Part) -> int:
@@ -133,15 +135,9 @@ def _open_borders(turns: Turns, part: Part) -> int:
     return opened + closed
 
 
-def _noncanonical(turns: Turns, part: Part, ledger: Ledger) -> int:
+def _noncanonical(turns: Turns, part: Part, whole: Rendered | DataError) -> int:
     """The number of turns that are not what the template writes for them, in text or in tokens."""
-    messages: list[Message] = list(part.messages)
-    for number, turn in enumerate(part.turns):
-        messages.append(turns.message(turn))
-        messages += part.replies[number].messages if number < len(part.replies) else ()
-    try:
-        (whole,) = turns.render([(messages, len(part.replies) == len(part.turns))], where=ledger.where)
-    except DataError:
+    if isinstance(whole, DataError):
         return len(part.turns)
     written = [turn.body + turn.stop for turn in part.turns]
     encoded = turns.tokenizer(written, add_special_tokens=False)["input_ids"]

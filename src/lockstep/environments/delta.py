@@ -173,12 +173,13 @@ class ConversationTokens:
             raise EngineError(f"wrong-state: {ledger.where}: a reply without a turn of the policy before it")
         turn = part.turns[-1]
         stub = turns.stub(turn)
-        # Of the turns between only the last: what a reply looks like does not depend on the others, and the
-        # check of the whole conversation finds out if it does.
+        # Of the turns between only the last: what a reply looks like depends on the others under the few
+        # templates that count them, and the check of the whole conversation finds out if it still does.
         base = list(part.messages)
         jobs: list[tuple[Sequence[Message], bool]] = []
-        if part.replies:
-            base += [turns.stub(part.turns[-2], 1).message, *part.replies[-1].messages]
+        first = 0 if turns.counts else max(0, len(part.replies) - 1)
+        for number in range(first, len(part.replies)):
+            base += [turns.stub(part.turns[number], number + 1).message, *part.replies[number].messages]
             jobs = [(base, True)]
         through = [*base, stub.message]
         jobs += [([*through, *messages], True), (through, False)]

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.environments.author import EnvironmentClass
+from lockstep.environments.author import EnvironmentClass, settled
 from lockstep.environments.channel import Message
 from lockstep.errors import DataError
 from lockstep.rollout.reward_functions import decoded, encoded, score_of, short_repr
@@ -61,18 +61,20 @@ class Instance:
             reply = await getattr(self, f"_{job['op']}")(job)
         except Exception as error:  # whatever the author's code raises: told to the trainer
             reply = {**failure_of(error, None), "kind": "raised"}
-        if job.get("keep") and (state := state_of(self._object)) != self._told:
-            self._told = reply["state"] = state
+        if job.get("keep"):
+            known = type(self._object) is self._environment.made  # a function may make something else
+            state = state_of(self._object) if known else None
+            if state != self._told:
+                self._told = reply["state"] = state
         return {**reply, "seconds": time.perf_counter() - began}
 
     async def _make(self, job: Message) -> Message:
         self._row, self._seed = decoded(job["row"], "row"), job["seed"]
-        made = self._environment.made
         if "state" in job:
-            self._object = object.__new__(made)
+            self._object = object.__new__(self._environment.made)
             vars(self._object).update(decoded(json.loads(job["state"]), "state"))
         else:
-            self._object = made()
+            self._object = self._environment.make()
         return {"value": None}
 
     async def _reset(self, job: Message) -> Message:
@@ -82,26 +84,28 @@ class Instance:
         given = _accepted(reset, self._row)
         if isinstance(given, str):
             return _wrong(given)
-        value = await _settled(reset(**given))
+        value = await settled(reset(**given))
         if self._environment.form == "gym" and isinstance(value, tuple) and len(value) == 2:
             value = value[0]  # gymnasium's (observation, info)
         if value is None and self._environment.form == "toolbox":
             return {"value": None}
-        if isinstance(value, list):
+        if isinstance(value, list) and not _are_blocks(value):
             return self._messages(value)
         return self._text(value, "reset")
 
     async def _call(self, job: Message) -> Message:
         name, arguments = job["name"], job["arguments"]
+        if name not in self._environment.tools:  # the trainer asks for no other than it lists
+            return self._text(await settled(self._object._call_tool(name, arguments)), name)
         method = getattr(self._object, name)
         try:
             inspect.signature(method).bind(**arguments)
         except TypeError as error:
             return {"problem": f"{name} was called with wrong arguments: {error}", "kind": "wrong-arguments"}
-        return self._text(await _settled(method(**arguments)), name)
+        return self._text(await settled(method(**arguments)), name)
 
     async def _step(self, job: Message) -> Message:
-        value = await _settled(self._object.step(job["action"]))
+        value = await settled(self._object.step(job["action"]))
         if not isinstance(value, tuple) or len(value) not in (3, 4, 5):
             return _wrong(f"step returned {short_repr(value)}, not (observation, reward, done)")
         observation, reward, *ended = value
@@ -114,9 +118,9 @@ class Instance:
     async def _reward(self, job: Message) -> Message:
         which = self._environment.reward
         if which == "_reward":
-            value = await _settled(self._object._reward(job["trajectory"]))
+            value = await settled(self._object._reward(job["trajectory"]))
         elif which == "get_reward":
-            value = await _settled(self._object.get_reward())
+            value = await settled(self._object.get_reward())
         else:
             value = None
         if value is None:
@@ -131,10 +135,15 @@ class Instance:
     async def _close(self, job: Message) -> Message:
         close = getattr(self._object, "close", None)
         if close is not None:
-            await _settled(close())
+            await settled(close())
         return {"value": None}
 
     def _text(self, value: Any, name: str) -> Message:
+        if _are_blocks(value):
+            others = sorted({str(block["type"]) for block in value} - {"text"})
+            if others:
+                return _wrong(f"{name} returned content of the type {others[0]!r}; the policy reads text")
+            value = "".join(str(block["text"]) for block in value)
         text = as_text(value)
         if text is None:
             return _wrong(
@@ -227,16 +236,20 @@ def cut(text: str, limit: int) -> tuple[str, bool]:
     return text[:limit] + CUT.format(total=len(text), limit=limit), True
 
 
+def _are_blocks(value: Any) -> bool:
+    """Whether it is a list of TRL's content blocks: {"type": "text", "text": "..."}."""
+    if not isinstance(value, list) or not value or not all(isinstance(block, dict) for block in value):
+        return False
+    kinds = [block.get("type") for block in value]
+    return all(isinstance(k, str) and b.keys() == {"type", k} for k, b in zip(kinds, value, strict=True))
+
+
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()  # arrays and numbers of numpy
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)  # the order of a set differs between processes
     return str(value)
-
-
-async def _settled(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _accepted(reset: Any, row: Mapping[str, Any]) -> dict[str, Any] | str:

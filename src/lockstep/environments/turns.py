@@ -4,10 +4,11 @@ the place of what a policy wrote."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.environments.calls import Call, CallError, CallParser, call_parser
 from lockstep.errors import ConfigError, DataError
@@ -19,6 +20,7 @@ from lockstep.observe.template_renderer import Rendered, checked, render_chats
 THOUGHT, WRITTEN, ARGUED = "Zq7xThq", "Zq7xWrq", "Zq7xArq"
 """Words in the place of the reasoning, the text and the arguments of a call."""
 _RESULT = "Zq7xRsq"
+_Id = TypeVar("_Id", int, int | None)
 _USER: Message = {"role": "user", "content": "Hi"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _SPLITS = re.compile(r"""split\(\s*['"]([^'"\s]{3,40})['"]\s*\)|['"]([^'"\s]{3,40})['"]\s+in\s""")
@@ -91,6 +93,8 @@ class Turns:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.template, self.tokenizer = template, template.tokenizer
+        self.now = time.time()
+        """The time that the template writes: what it wrote for earlier turns must not change."""
         self.special = special_text(template.tokenizer)
         self.options = {**(options or {}), **({"tools": list(tools)} if tools else {})}
         self.parser = call_parser(template, tools) if tools else CallParser(None)
@@ -100,22 +104,40 @@ class Turns:
     def render(self, jobs: Sequence[tuple[Sequence[Message], bool]], *, where: str) -> list[Rendered]:
         """Render conversations, each with or without the header of the next turn. Raises DataError: the
         template refuses one."""
+        return [checked(result) for result in self.rendered(jobs, where=where)]
+
+    def rendered(
+        self, jobs: Sequence[tuple[Sequence[Message], bool]], *, where: str
+    ) -> list[Rendered | DataError]:
+        """Render conversations as `render` does, and return the error of each that the template refuses."""
         made = [
-            self.template.job(messages, generate=generate, options=self.options, where=where)
+            replace(
+                self.template.job(messages, generate=generate, options=self.options, where=where),
+                now=self.now,
+            )
             for messages, generate in jobs
         ]
-        return [checked(result) for result in render_chats(self.tokenizer, made)]
+        return list(render_chats(self.tokenizer, made))
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode ids; special tokens as they are written."""
-        added, texts, run = self.tokenizer.added_tokens_decoder, list[str](), list[int]()
-        for i in ids:
-            if i in self.special.ids and i in added:
-                texts += [self._decoded(run), added[i].content]
-                run = []
-            else:
-                run.append(i)
-        return "".join([*texts, self._decoded(run)])
+        return self.texts([ids])[0]
+
+    def texts(self, many: Sequence[Sequence[int]]) -> list[str]:
+        """Decode lists of ids, each as `text` does."""
+        pieces: list[list[str | list[int]]] = []
+        for ids in many:
+            pieces.append([])
+            for run in runs(ids, self._written.keys()):
+                known = self._written.get(run[0])
+                pieces[-1].append(run if known is None else known)
+        decoded = iter(self._decoded([each for row in pieces for each in row if not isinstance(each, str)]))
+        return ["".join(each if isinstance(each, str) else next(decoded) for each in row) for row in pieces]
+
+    @cached_property
+    def _written(self) -> dict[int, str]:
+        added = self.tokenizer.added_tokens_decoder
+        return {i: added[i].content for i in self.special.ids if i in added}
 
     @cached_property
     def keeps_text(self) -> bool:
@@ -123,8 +145,11 @@ class Turns:
         text = "\n a  b\n\n\t\u00e9 . \U0001f600"
         return self.text(self.special.encode(text, ())) == text
 
-    def _decoded(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""
+    def _decoded(self, many: list[list[int]]) -> list[str]:
+        if self.tokenizer.is_fast:  # one call, where the tokenizer's own batch_decode makes one for each
+            found: list[str] = self.tokenizer.backend_tokenizer.decode_batch(many, skip_special_tokens=False)
+            return found
+        return [str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in many]
 
     def read(self, ids: Sequence[int], *, header: str, number: int) -> PolicyTurn:
         """Return a turn of the policy.
@@ -236,15 +261,21 @@ class Turns:
             return ""
 
     @cached_property
-    def _results(self) -> tuple[str, str]:
-        """What follows a turn, up to the end of a tool's result: behind raw text, and behind a call."""
+    def _answered(self) -> tuple[str, str]:
+        """Two turns with results: both raw text, and both calls."""
         call = Call(name=self._tool, arguments={ARGUED: ARGUED}, id="000000000")
         after = [call.result(_RESULT)]
         raw: Message = {"role": "assistant", "content": WRITTEN}
         called: Message = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
-        texts = (self._tried([_USER, raw, *after]), self._tried([_USER, called, *after]))
+        # Twice: some templates refuse the second turn of text alone.
+        texts = [self._tried([_USER, turn, *after, turn, *after]) for turn in (raw, called)]
+        return texts[0], texts[1]
+
+    @cached_property
+    def _results(self) -> tuple[str, str]:
+        """What follows a turn, up to the end of a tool's result: behind raw text, and behind a call."""
         behind = []
-        for text, word in zip(texts, (WRITTEN, ARGUED), strict=True):
+        for text, word in zip(self._answered, (WRITTEN, ARGUED), strict=True):
             found = text.rpartition(word)[2] if word in text else ""
             found = found if _RESULT in found else ""
             places = [at + len(end) for end in self.end_texts if (at := found.find(end)) >= 0]
@@ -263,9 +294,20 @@ class Turns:
         raw, called = self._results
         if not called or raw != called:
             return bool(called)
+        header = self._tried([_USER])
+        if [text.startswith(header) for text in self._answered] == [False, True]:
+            return True
         call = Call(name=self._tool, arguments={ARGUED: ARGUED}, id="000000000")
         turn: Message = {"role": "assistant", "content": "", "tool_calls": [call.message()]}
-        return self._wrap.strip() not in self._tried([_USER, turn], generate=False)
+        return self._wrap.strip() not in self._tried([_USER, turn], generate=False).removeprefix(header)
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether the template numbers the turns, as ChatGLM's does, so that what it writes depends on how
+        many there are."""
+        rounds: list[Message] = [_USER, {"role": "assistant", "content": WRITTEN}]
+        behind = [self._tried([*rounds * n, _USER]).rpartition(WRITTEN)[2] for n in (2, 3)]
+        return behind[0] != behind[1] and _without_numbers(behind[0]) == _without_numbers(behind[1])
 
     def _check_tools(self) -> None:
         fix = "set data.chat_template to a template with tools"
@@ -327,6 +369,25 @@ class Turns:
             if opening and closing and THOUGHT in text:
                 return opening, closing
         return None
+
+
+def runs(ids: Iterable[_Id], special: Container[_Id]) -> Iterator[list[_Id]]:
+    """Yield runs of ordinary tokens, and each special token alone."""
+    run: list[_Id] = []
+    for i in ids:
+        if i not in special:
+            run.append(i)
+            continue
+        if run:
+            yield run
+        yield [i]
+        run = []
+    if run:
+        yield run
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "", text)
 
 
 def _last_tag(text: str) -> str:

@@ -16,6 +16,7 @@ further: they can compute, and answer on their sockets.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import gc
@@ -33,7 +34,7 @@ from typing import Any, NoReturn
 
 from lockstep.environments import shared
 from lockstep.environments.author import EnvironmentClass
-from lockstep.environments.channel import END, Message, packets, receive, send
+from lockstep.environments.channel import END, Message, packets, readable, receive, send
 from lockstep.environments.instance import Instance
 from lockstep.errors import ConfigError
 from lockstep.processes import child, supervisor
@@ -241,11 +242,16 @@ def serve(environment: EnvironmentClass, channel: int, *, limit: int) -> None:
     """Do jobs until the trainer closes the channel."""
     instance, process = Instance(environment, limit=limit), os.getpid()
     run: Callable[[Coroutine[Any, Any, Message]], Message] = _plain
-    if environment.asynchronous:
-        import asyncio
+    runner = asyncio.Runner() if environment.asynchronous else None
+    if runner is not None:
+        run = runner.run  # one event loop, to which the author's clients are bound
 
-        run = asyncio.Runner().run  # one event loop, to which the author's clients are bound
-    while (job := receive(channel)) is not None:
+    def received() -> Message | None:
+        if runner is not None:
+            runner.run(readable(channel))  # meanwhile they answer their servers' pings
+        return receive(channel)
+
+    while (job := received()) is not None:
         reply = run(instance.reply(job))
         if os.getpid() != process:  # the tool forked, and this is the copy: nobody waits for it
             os._exit(1)
@@ -370,7 +376,7 @@ def _described(environment: EnvironmentClass, settings: Settings) -> Message:
 
     def made() -> Message:
         before = _memory()
-        kept = environment.made()
+        kept = environment.make()
         return {"instance_bytes": max(0, _memory() - before), "kept": kept is not None}
 
     probe = _in_fork(made, what=f"{what}: making an object of it", seconds=settings.seconds)

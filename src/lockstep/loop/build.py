@@ -380,8 +380,8 @@ def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
     if not held_out or not holds_out_rows(config) or held_out >= config.eval.num_prompts:
         return []
     return [
-        f"eval.num_prompts = {config.eval.num_prompts} would be more than half of data.source: {held_out} "
-        "rows are held out instead (to change that, set eval_data.source or eval.num_prompts)"
+        f"eval.num_prompts = {config.eval.num_prompts} would be more than half of data.source; rows held "
+        f"out instead: {held_out} (to change that, set eval_data.source or eval.num_prompts)"
     ]
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lockstep.config.load import check_resumable, dump_toml, override, to_values
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError, ModelError, TrainError
+from lockstep.loop.hub import PUSH
 from lockstep.observe.files import file_errors, write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir
 from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, way_on
@@ -213,11 +214,13 @@ def log_header(ranks: RankContext, *, resumed: bool) -> str:
 
 
 @contextlib.contextmanager
-def saying_how_to_go_on(run_dir: Path, done: int, *, saved: bool) -> Iterator[None]:
+def saying_how_to_go_on(run_dir: Path, *, saved: bool) -> Iterator[None]:
     """After a failed export: only that is left to do, if the last step has a checkpoint."""
     try:
         yield
     except ModelError as error:
-        then = f". All {done} steps are saved; then export with `lockstep train --resume {run_dir}`"
+        then = f". Every step is saved; then export with `lockstep train --resume {run_dir}`"
+        if error.fields.get("setting") == PUSH:
+            then = f", or `lockstep train --resume {run_dir}`"
         text = f"{error}{then if saved else ''}"
         raise error.with_message(text, kind=TrainError) from error

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, ModelError, redacted
 if TYPE_CHECKING:
     from lockstep.ranks.context import RankContext
 
-_FLAG = "checkpoint.push_to_hub"
+PUSH = "checkpoint.push_to_hub"
 
 
 def check_hub(run: RunConfig) -> None:
@@ -35,19 +35,19 @@ def check_hub(run: RunConfig) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ConfigError(
-            f"wrong-format: {_FLAG} = {repo!r} is not the name of a repository ({error}); write OWNER/NAME",
-            setting=_FLAG,
+            f"wrong-format: {PUSH} = {repo!r} is not the name of a repository ({error}); write OWNER/NAME",
+            setting=PUSH,
         ) from error
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
-            f"wrong-environment: {_FLAG} = {repo!r}, but HF_HUB_OFFLINE forbids all requests to the hub; "
+            f"wrong-environment: {PUSH} = {repo!r}, but HF_HUB_OFFLINE forbids all requests to the hub; "
             "unset it, or leave the setting out and upload later: hf upload REPO RUN_DIR/export"
         )
     if get_token() is None:
         raise ConfigError(
-            f"not-authenticated: {_FLAG} = {repo!r} needs a token of the hub with write permission; run "
+            f"not-authenticated: {PUSH} = {repo!r} needs a token of the hub with write permission; run "
             "`hf auth login`, or set HF_TOKEN",
-            setting=_FLAG,
+            setting=PUSH,
         )
 
 
@@ -87,11 +87,15 @@ def push(folder: Path, repo: str, *, private: bool) -> str:
             repo_id=name, folder_path=folder, commit_message="Upload a Lockstep export"
         )
     except (connection, OSError, RuntimeError, ValueError) as error:
-        code = "refused" if isinstance(error, HfHubHTTPError) else "unreachable"
+        code, why = "unreachable", str(error)
+        if isinstance(error, HfHubHTTPError):
+            # Its whole text has addresses of the API and of a page about status codes.
+            code, why = "refused", f"status {error.response.status_code}: {error.server_message or error}"
+        why = " ".join(redacted(why).split())[:500].rstrip(".")
         raise ModelError(
-            f"{folder} could not be uploaded to {repo!r} of the hub: {redacted(str(error))[:500]}. "
-            f"The export is complete; to upload it by hand: hf upload {repo} {folder}",
+            f"{folder} could not be uploaded to {repo!r} of the hub: {why}. The export is complete; to "
+            f"upload it: hf upload {repo} {folder}",
             code=code,
-            setting=_FLAG,
+            setting=PUSH,
         ) from error
     return str(commit.commit_url)

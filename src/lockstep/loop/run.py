@@ -535,7 +535,7 @@ class Run:
         if (done := self._stopped_at) is not None:
             path = self.save(done, wait=True)
             self._close_recorders()
-            self.display.note(f"stopped after {done} steps; saved {path}")
+            self.display.note(f"stopped after step {done}; saved {path}")
             return self._summary("interrupted", **self._resume_fields(done))
         done, saving, checkpoint = self.config.steps, self._saving, self.config.checkpoint
         extra: dict[str, Any] = {"steps": done}
@@ -545,7 +545,7 @@ class Run:
         self._close_recorders()
         if checkpoint.export_at_end:
             folder, say = self.dir.path / "export", self.display.note
-            with self.spans("export"), saying_how_to_go_on(self.dir.path, done, saved=saving.saved == done):
+            with self.spans("export"), saying_how_to_go_on(self.dir.path, saved=saving.saved == done):
                 saving.export(folder)
                 extra |= push_export(checkpoint, folder, ranks=self.ranks, say=say) | {"export": str(folder)}
         return self._summary("finished", **extra)

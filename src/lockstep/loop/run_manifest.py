@@ -18,7 +18,7 @@ from lockstep.models.load import LoadedModel
 from lockstep.observe.memory_plans import by_step
 from lockstep.observe.run_dir import RunDir
 from lockstep.observe.run_history import FLAGS, LEDGER_SINCE, RANK_TIMEOUT, check_against_ledger, rollout_gaps
-from lockstep.observe.text import printable
+from lockstep.observe.text import counted, printable
 from lockstep.ranks.context import RankContext
 
 _SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
@@ -195,4 +195,4 @@ def evaluation_line(name: str, done: int, numbers: Mapping[str, Any], *, budget_
     if budget_factor != 1:
         most = numbers["max_tokens"]
         budget = f", at most {most} tokens instead of {most // budget_factor}"
-    return f"evaluation {name} ({done} steps{budget}): {text}"
+    return f"evaluation {name} ({counted(done, 'step')}{budget}): {text}"

@@ -18,7 +18,7 @@ from lockstep.loop.run_manifest import RunManifest
 from lockstep.loop.run_recorders import RunRecorders
 from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.metrics import MetricsLog, Spans
-from lockstep.observe.text import printable
+from lockstep.observe.text import counted, printable
 from lockstep.protocols import Saved
 from lockstep.ranks.environment import Recovery
 from lockstep.ranks.guard import failed_together
@@ -145,7 +145,7 @@ class Saving:
         if self._restart is not None:
             self._restart.mark("load")
         origin = f" from {self._from}" if self._from else ": no checkpoint yet"
-        self._say(f"resuming after {done} steps{origin}")
+        self._say(f"resuming after {counted(done, 'step')}{origin}")
         return done
 
     def follow_rows(self, items: LazyItems[Any], *, resumed: bool) -> None:
@@ -238,7 +238,7 @@ class Saving:
             if unsaved and failed_together(self.ranks, error, where=f"after {done} steps"):
                 with self.errors_noted_after(error):
                     path = self.save(done, wait=True)
-                    self._say(f"failed after {done} steps; saved {path}")
+                    self._say(f"failed after {counted(done, 'step')}; saved {path}")
             raise
 
     @contextlib.contextmanager

@@ -32,6 +32,7 @@ from lockstep.observe.run_history import (
     saves_rollouts,
     trained_samples,
 )
+from lockstep.observe.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -444,7 +445,7 @@ class LedgerCheck:
         if self.problems:
             verdict = f"{len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
         since = f" since step {self.since}" if self.since else ""
-        steps = f"{self.steps} steps{since}"
+        steps = f"{counted(self.steps, 'step')}{since}"
         lines = [f"ledger: {self.samples} samples in {steps}: {', '.join(counts)}; {verdict}"]
         more = len(self.problems) - _SHOWN
         shown = [*self.problems[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TypeGuard
 
 from lockstep.errors import CheckpointError
 from lockstep.observe.files import JSON_BYTES, check_inside, open_plain, parse_json, read_json
+from lockstep.observe.text import counted
 
 EVALUATION = "evaluation"
 """The key that marks an evaluation's line in metrics.jsonl."""
@@ -443,7 +444,8 @@ def rollout_gaps(run: Path, steps: Sequence[int], *, saves: bool, running: bool 
     there = {int(match[2]) for match in names if not match[1]}
     found, lacks = list[str](), sorted(set(steps) - there)
     if saves and lacks:
-        found.append(f"rollouts/ lacks the files of {len(lacks)} steps, beginning with step {lacks[0]}")
+        many = counted(len(lacks), "step")
+        found.append(f"rollouts/ lacks the files of {many}, beginning with step {lacks[0]}")
     if running:
         return found
     most = max(steps, default=-1) + 1

@@ -49,6 +49,8 @@ def answer(
     try:
         with limited():  # which evaluates constants such as 'x' * 10**10
             program = compiled(template)
+        if item.get("now") is not None:
+            variables = {**variables, "strftime_now": datetime.datetime.fromtimestamp(item["now"]).strftime}
         messages = json.loads(item["messages"])
         for message in messages:
             message.setdefault("content", None)

@@ -51,6 +51,8 @@ class RenderJob:
     """Indices of messages, none of them 0, that are to be located in the text."""
     where: str
     """File and row of the conversation, for error messages."""
+    now: float | None = None
+    """Seconds since the epoch for templates that write the date or the time; None: when it is rendered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +176,7 @@ def _shared(tokenizer: Any, job: RenderJob, shared: dict[str, str]) -> str:
 def _item(job: RenderJob, shared: str) -> _Item:
     with _passable(job):
         messages = _json(job.messages)
-    content = {"messages": messages, "generate": job.generate, "turns": list(job.turns)}
+    content = {"messages": messages, "generate": job.generate, "turns": list(job.turns), "now": job.now}
     return _Item(where=job.where, shared=shared, content=content)
 
 

@@ -46,6 +46,11 @@ def echo(text: object = "", *, end: str = "\n", file: TextIO | None = None, flus
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 shape", "2 shapes", "1,000 shapes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _escaped(character: str) -> str:
     if character in "\n\r\t":
         return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[character]

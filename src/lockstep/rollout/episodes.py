@@ -34,8 +34,10 @@ _POLL_SECONDS = 0.2
 _CLOSE_SECONDS = 30.0
 """That environments may take to end when they are cancelled."""
 
-Tasks = Sequence[tuple[Prompt, Sequence[int]]]
-"""Tasks, each with the seeds of its trajectories."""
+Begun = tuple[Span, ...]
+"""What an earlier call has sampled of a trajectory of one turn: `Trajectory.begun`. It goes on after it."""
+Tasks = Sequence[tuple[Prompt, Sequence[int]] | tuple[Prompt, Sequence[int], Sequence[Begun]]]
+"""Tasks, each with the seeds of its trajectories, and where they have begun with what there is of each."""
 
 
 def at_once(tasks: Tasks) -> Callable[[int], Tasks]:
@@ -52,7 +54,6 @@ def run_episodes(
     rules: TrajectoryRules,
     on_end: Callable[[int, int, Trajectory], None],
     stop: Callable[[], bool] = lambda: False,
-    begun: Callable[[int, int], tuple[Span, ...]] | None = None,
 ) -> list[list[Trajectory]]:
     """Run every trajectory of the tasks to its end; one list per task, in order of its seeds. First turns of
     a task that are alike are one request, so that the engine computes their prompt once.
@@ -65,8 +66,6 @@ def run_episodes(
             ended.
         stop: whether no further turn is to begin: the engine's `abort` may come when no turn is running.
             Trajectories that were not at their end then end with finish_reason "abort".
-        begun: for environments of one turn: given the number of the task and the index of the seed, returns
-            what an earlier call has sampled of the trajectory, which goes on after it (`Trajectory.begun`).
 
     Raises:
         DataError: the context of a trajectory's first turn leaves no room for it.
@@ -75,7 +74,7 @@ def run_episodes(
             and no `environment.run` goes on.
     """
     with _Run(engine, environment, take, rules=rules) as run:
-        run.on_end, run.stop, run.begun = on_end, stop, begun
+        run.on_end, run.stop = on_end, stop
         return run.to_the_end()
 
 
@@ -84,6 +83,8 @@ class _Episode:
 
     def __init__(self, sampler: Sampler, *, number: int, index: int) -> None:
         self.sampler, self.number, self.index = sampler, number, index
+        self.begun: Begun = ()
+        """What there is of its only turn."""
         self.turn: Turn | None = None
         """The turn that the environment waits for."""
         self.answer: asyncio.Future[Trajectory] | None = None
@@ -135,7 +136,6 @@ class _Run:
 
     on_end: Callable[[int, int, Trajectory], None]
     stop: Callable[[], bool]
-    begun: Callable[[int, int], tuple[Span, ...]] | None = None
 
     def __init__(
         self,
@@ -218,11 +218,12 @@ class _Run:
     def _begin(self) -> None:
         """Begin the tasks that there is room for."""
         new: list[_Episode] = []
-        for task, seeds in self._take(self._running):
+        for task, seeds, *begun in self._take(self._running):
             group: list[_Episode] = []
             for index, seed in enumerate(seeds):
                 sampler = Sampler(task, rules=self._rules, seed=seed)
                 group.append(_Episode(sampler, number=len(self._episodes), index=index))
+                group[-1].begun = begun[0][index] if begun else ()
             self._episodes.append(group)
             new += group
         self._running += len(new)
@@ -323,7 +324,7 @@ class _Run:
                 sampling=sampling,
                 seeds=tuple(episode.sampler.seed for episode in group),
                 trajectory_tokens=self._rules.max_tokens if self._longer else 0,
-                begun=() if self.begun is None else tuple(self.begun(e.number, e.index) for e in group),
+                begun=begun if any(begun := tuple(e.begun for e in group)) else (),
             )
             for (_, prompt, sampling), group in alike.items()
         ]

@@ -18,16 +18,16 @@ While the tail of one step's rollouts is decoded, those of the next steps fill t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.config.rollout import RolloutConfig
 from lockstep.errors import EngineError
-from lockstep.rollout.episodes import at_once, run_episodes
+from lockstep.rollout.episodes import Begun, at_once, run_episodes
 from lockstep.rollout.sampler import GroupSampler, SampledStep, SampleKey, trajectory_rules
 from lockstep.rollout.score_stream import ScoreStream
 from lockstep.rollout.shares import SentShare, Share
-from lockstep.schema.rollout import Prompt, Rollout, Span, Trajectory
+from lockstep.schema.rollout import Prompt, Rollout, Trajectory
 
 Place = tuple[int, int]
 """The step that a group is trained in, and its number among the prompts of that step."""
@@ -46,9 +46,11 @@ class _Group:
         """The samples that are not at their end."""
         return [i for i, one in enumerate(self.samples) if one is None or one.finish_reason == "abort"]
 
-    def begun(self, sample: int) -> tuple[Span, ...]:
-        trajectory = self.samples[sample]
-        return () if trajectory is None else trajectory.begun
+    def task_of(self, samples: Sequence[int]) -> tuple[Prompt, Sequence[int], Sequence[Begun]]:
+        """What `run_episodes` samples of these."""
+        written = [self.samples[i] for i in samples]
+        begun = [() if one is None else one.begun for one in written]
+        return self.task, [self.seeds[i] for i in samples], begun
 
 
 class PartialRollouts:
@@ -164,7 +166,7 @@ class PartialRollouts:
 
         try:
             if left:
-                tasks = [(working[at].task, [working[at].seeds[i] for i in which]) for at, which in running]
+                tasks = [working[place].task_of(samples) for place, samples in running]
                 run_episodes(
                     engine,
                     environment,
@@ -172,7 +174,6 @@ class PartialRollouts:
                     rules=self._rules,
                     on_end=on_end,
                     stop=lambda: scores.failed or sampler.is_cancelled(),
-                    begun=lambda number, index: working[running[number][0]].begun(running[number][1][index]),
                 )
         except BaseException:
             scores.stop()

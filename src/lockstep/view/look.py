@@ -61,9 +61,10 @@ class RunLook:
     def text(self) -> str:
         """For a terminal."""
         of = "" if self.total is None else f" of {self.total}"
+        steps = "step" if (self.steps if self.total is None else self.total) == 1 else "steps"
         lines = [f"{self.run}: {self.state}" + (f", {self.where}" if self.where else "")]
         figures = "".join(f"  {name} {value:.4g}" for name, value in self.last.items())
-        lines.append(f"  {self.steps}{of} steps{figures}")
+        lines.append(f"  {self.steps}{of} {steps}{figures}")
         lines += [f"  {line}" for line in self.doing]
         if self.error is not None:
             lines.append(f"  {self.error}")

@@ -20,6 +20,7 @@ from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError
 from lockstep.observe.files import read_plain
 from lockstep.observe.run_history import EVALUATION
+from lockstep.observe.text import counted
 
 MOST_BYTES = 512 * 2**20
 """Larger files are refused."""
@@ -285,7 +286,7 @@ def _losses(path: Path, pairs: list[tuple[int | None, float]], *, key: str, sour
         known[number if step is None or not numbered else step] = value
     notes: tuple[str, ...] = ()
     if len(known) < len(pairs):
-        notes = (f"{len(pairs) - len(known)} steps were there again; the last value of each is taken",)
+        notes = (f"{counted(len(pairs) - len(known), 'repeated step')}; the last value of each is taken",)
     steps = tuple(sorted(known))
     return Losses(
         path=path,

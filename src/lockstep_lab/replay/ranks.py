@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from lockstep.errors import ConfigError
+from lockstep.observe.text import counted
 from lockstep.ranks.context import PeerFailed, RankContext
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.schema.batch import PackedBatch
@@ -29,7 +30,6 @@ from lockstep_lab.replay.replayer import Deadline, Replayer
 from lockstep_lab.replay.results import ReplayFiles, ReplayRow
 from lockstep_lab.replay.run import OnRow, ReplayResult, Session, opening
 from lockstep_lab.replay.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
-from lockstep_lab.replay.summary import counted
 
 if TYPE_CHECKING:
     from lockstep.recording import Recording

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lockstep.observe.text import counted
 from lockstep_lab.replay.buckets import bucketing_json
 from lockstep_lab.replay.policy import weights_summary
 from lockstep_lab.replay.results import ReplayRow, aggregate
@@ -102,11 +103,6 @@ def _distance(differences: Mapping[str, Any]) -> str:
     if loss is None:
         return text
     return text + (f", loss within {loss:.2g}" if loss else ", the loss bit for bit")
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 shape", "2 shapes"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def model_summary(replayer: Replayer) -> dict[str, Any]:
