@@ -19,6 +19,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": SHAPES["tiny-qwen3"],
     "mistral": SHAPES["tiny-mistral"],
     "gemma3_text": SHAPES["tiny-gemma3"],
+    "qwen3_moe": SHAPES["tiny-qwen3-moe"],
+    "qwen2_moe": SHAPES["tiny-qwen2-moe"],
+    "mixtral": SHAPES["tiny-mixtral"],
 }
 """By model_type: every architecture that Lockstep supports."""
 

@@ -11,9 +11,9 @@ from torch import nn
 from lockstep import invariant
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ModelError
+from lockstep.invariant.cases import apply_tiles
 from lockstep.invariant.modules import STOCK, InvariantLinear, InvariantMLP, InvariantNorm, InvariantRotary
 from lockstep.invariant.row_ops import TILES
-from lockstep.invariant.selftest import _apply
 from lockstep.models.architectures import ARCHITECTURES
 from lockstep.models.lora import add_lora, without_lora
 
@@ -112,10 +112,10 @@ def test_exact_backward_gives_the_same_gradients():
 def test_own_code_computes_what_has_an_exact_backward():
     module = tiny("llama", torch.float32)
     invariant.convert(module, exact_backward=True)
-    _apply(module.lm_head, STOCK)
+    apply_tiles(module.lm_head, STOCK)
     assert not module.lm_head.stock
     invariant.convert(ordinary := tiny("llama", torch.float32))
-    _apply(ordinary.lm_head, STOCK)
+    apply_tiles(ordinary.lm_head, STOCK)
     assert ordinary.lm_head.stock
 
 

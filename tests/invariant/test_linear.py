@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from invariant_models import normal
 
 from lockstep.invariant import dependence
+from lockstep.invariant.cases import equal_tiles
 from lockstep.invariant.row_ops import TILES, bmm, linear, spans
-from lockstep.invariant.selftest import equal_tiles
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Odd widths too: vectors and blocks of GEMM kernels then end in the middle of a row.

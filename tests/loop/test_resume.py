@@ -89,6 +89,7 @@ VARIANTS = {
         *("--train.optimizer-device", "cpu", "--train.activation-checkpointing", "--train.layout", "padded"),
         *("--train.grad-accum-dtype", "model"),
     ),
+    "experts": ("--model.name", "shape:tiny-qwen3-moe"),
     "8-bit states": ("--train.optimizer", "adamw8bit"),
     "dapo": ("--algorithm.name", "dapo"),
     "KL in the reward": ("--algorithm.kl.coef", "0.1", "--algorithm.kl.place", "reward"),

@@ -107,6 +107,16 @@ def test_a_target_that_the_model_lacks_is_refused_though_another_is_there() -> N
     assert adapted == {"model.layers.1.self_attn.q_proj"}
 
 
+def test_experts_and_routers_have_no_adapters() -> None:
+    for target in ("down_proj", "layers.0.mlp.experts.down_proj"):
+        with raises(ConfigError, f"unknown-name: model.lora.target_modules, {target}, experts"):
+            load(LoraConfig(target_modules=("q_proj", target)), shape="tiny-qwen3-moe")
+    module = load(LoraConfig(target_modules=("all-linear",)), shape="tiny-qwen3-moe")
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in module.state_dict() if ".lora_" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert not module.model.layers[0].mlp.experts.down_proj.requires_grad
+
+
 def test_a_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "peft" else found(n, *a))

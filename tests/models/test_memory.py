@@ -56,7 +56,13 @@ def saved_bytes_per_token(
 @pytest.mark.parametrize(
     ("name", "kernel"),
     # tiny-gemma3's two layers have different windows, and sdpa keeps a mask for each.
-    [("tiny-llama", "sdpa"), ("tiny-qwen3", "sdpa"), ("tiny-qwen3", "varlen"), ("tiny-gemma3", "varlen")],
+    [
+        ("tiny-llama", "sdpa"),
+        ("tiny-qwen3", "sdpa"),
+        ("tiny-qwen3", "varlen"),
+        ("tiny-gemma3", "varlen"),
+        ("tiny-qwen3-moe", "sdpa"),
+    ],
 )
 def test_a_layer_keeps_what_the_formula_says(name: str, dtype: str, kernel: str) -> None:
     one, two = (saved_bytes_per_token(f"shape:{name}", dtype=dtype, layers=n, kernel=kernel) for n in (1, 2))

@@ -21,7 +21,15 @@ from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.source import kept_buffers
 
 CPU = torch.device("cpu")
-TINY = ["tiny-llama", "tiny-qwen3", "tiny-gemma3", "tiny-mistral"]
+TINY = [
+    "tiny-llama",
+    "tiny-qwen3",
+    "tiny-gemma3",
+    "tiny-mistral",
+    "tiny-qwen3-moe",
+    "tiny-qwen2-moe",
+    "tiny-mixtral",
+]
 
 
 def load(name: str | Path, *, materialize: bool = True, **options: object) -> LoadedModel:

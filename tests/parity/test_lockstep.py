@@ -66,9 +66,22 @@ def test_twenty_compiled_steps_without_a_gap(model, dtype):
     assert len({length for step in steps for length in step.lengths}) > 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny-qwen3-moe", "tiny-mixtral"])
+def test_twenty_steps_of_experts_without_a_gap(model):
+    parts = build(config(model, "float32", "eager"))
+    assert {"experts 8x128x64", "combine 64"} <= parts.batch_invariance.self_test.keys()
+    assert_lockstep(train(parts, steps=20))
+    parts.close()
+
+
 @pytest.mark.parametrize(
     ("model", "dtype", "settings"),
     [
+        ("tiny-qwen3-moe", "bfloat16", ""),
+        ("tiny-qwen2-moe", "bfloat16", ""),
+        ("tiny-mixtral", "bfloat16", 'layout = "shared"\nactivation_checkpointing = true'),
+        ("tiny-qwen3-moe", "float32", 'layout = "padded"\npadding_side = "left"'),
         ("tiny-gemma3", "bfloat16", ""),
         ("tiny-mistral", "float32", ""),
         ("tiny-gemma3", "float32", 'layout = "padded"\npadding_side = "left"'),
@@ -92,11 +105,13 @@ def test_eager_steps_without_a_gap(model, dtype, settings):
         pytest.param("tiny-llama", "float32", "compile", marks=pytest.mark.exhaustive),
         pytest.param("tiny-qwen3", "bfloat16", "joint", marks=pytest.mark.exhaustive),
         ("tiny-gemma3", "bfloat16", "eager"),
+        ("tiny-qwen3-moe", "float32", "eager"),
     ],
 )
 def test_adapters_without_a_gap(model, dtype, execution):
     pytest.importorskip("peft")
-    adapters = '[model.lora]\nrank = 4\nalpha = 8.0\ntarget_modules = ["q_proj", "o_proj", "down_proj"]\n'
+    targets = ["q_proj", "o_proj"] if "moe" in model else ["q_proj", "o_proj", "down_proj"]
+    adapters = f"[model.lora]\nrank = 4\nalpha = 8.0\ntarget_modules = {targets}\n"
     parts = build(config(model, dtype, execution).replace("[data]", adapters + "[data]"))
     assert {"linear 4x64", "linear 64x4"} <= parts.batch_invariance.self_test.keys()
     assert_lockstep(train(parts, steps=4))
@@ -118,6 +133,7 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
         pytest.param("tiny-llama", "float32", "compile", FSDP2, marks=pytest.mark.exhaustive),
         pytest.param("tiny-llama", "float32", "joint", FSDP2, marks=pytest.mark.exhaustive),
         ("tiny-gemma3", "bfloat16", "eager", FSDP2),
+        ("tiny-qwen3-moe", "float32", "eager", FSDP2),
         ("tiny-llama", "bfloat16", "eager", (*FSDP2, "--train.ring", "2")),
         ("tiny-qwen3", "bfloat16", "eager", (*FSDP2, "--train.tp", "2")),
         pytest.param(
@@ -130,6 +146,7 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
         "fsdp2, compile",
         "fsdp2, joint",
         "fsdp2, bfloat16",
+        "fsdp2, experts",
         "ring",
         "tp",
         "tp, compile",

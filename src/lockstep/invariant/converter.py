@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import ModelError
+from lockstep.invariant import experts
 from lockstep.invariant import modules as parts
-from lockstep.invariant.forms import FORMS, GatedMLP, RMSNorm, Rotary
+from lockstep.invariant.forms import FORMS, ExpertBlock, GatedMLP, RMSNorm, Rotary
 from lockstep.invariant.modules import Invariant, InvariantLinear
 from lockstep.invariant.selftest import Verdict, self_test
 
@@ -24,6 +25,9 @@ _KINDS: dict[str, type] = {
     "rms_norm": parts.InvariantNorm,
     "mlp": parts.InvariantMLP,
     "rotary": parts.InvariantRotary,
+    "router": experts.Router,
+    "experts": experts.Experts,
+    "shared expert": experts.InvariantSharedBlock,
 }
 _CONTAINERS = ("Model", "ForCausalLM", "DecoderLayer", "Attention", "ModuleList", "ModuleDict")
 """Ends of class names of modules that hold others, or whose own forward is elementwise."""
@@ -38,8 +42,8 @@ class Report:
     """The parts that `convert` swapped and left, and the verdicts of the self-test."""
 
     replaced: Mapping[str, int] = field(default_factory=dict)
-    """Parts that were swapped, by kind: "linear", "adapted linear", "rms_norm", "mlp",
-    "rotary"."""
+    """Parts that were swapped, by kind: "linear", "adapted linear", "rms_norm", "mlp", "rotary", "router",
+    "experts", "shared expert"."""
     stock: Mapping[str, int] = field(default_factory=dict)
     """Parts left as they are, by class, because their rows are independent: embeddings, containers."""
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
@@ -53,8 +57,8 @@ def convert(
     dtype: torch.dtype | None = None,
     exact_backward: bool = False,
 ) -> Report:
-    """Swap every linear (LoRA's too), norm, MLP and rotary embedding of a causal LM for its row-invariant
-    form, and run the self-test, which decides what stays stock. Idempotent.
+    """Swap every linear (LoRA's too), norm, MLP, rotary embedding and mixture of experts of a causal LM for
+    its row-invariant form, and run the self-test, which decides what stays stock. Idempotent.
 
     Args:
         module: a transformers causal LM of an architecture that Lockstep supports.
@@ -68,6 +72,7 @@ def convert(
         ModelError: a part that cannot be batch-invariant, or weights of several dtypes, and nothing was
             changed; or an op that failed the self-test.
     """
+    experts.install(module)
     todo = [(name, part, _kind(name, part)) for name, part in _parts(module)]
     _check_dtypes(todo)
     replaced: dict[str, int] = {}
@@ -87,6 +92,12 @@ def convert(
             parts.swap_norm(part, FORMS[type(part).__name__])  # type: ignore[arg-type]
         elif kind == "mlp":
             parts.swap_mlp(part, _activation(name, part))
+        elif kind == "router":
+            experts.swap_router(part)
+        elif kind == "experts":
+            experts.swap_experts(part)
+        elif kind == "shared expert":
+            experts.swap_shared_block(part)
         else:
             parts.swap_rotary(part)
     device = device or next(module.parameters()).device
@@ -124,14 +135,24 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
     plans = [
         plan + (f" ({', '.join(sorted(names))})" if len(shapes) > 1 else "") for plan, names in shapes.items()
     ]
-    activations = sorted({p.activation for p in module.modules() if isinstance(p, parts.InvariantMLP)})
+    gated = (parts.InvariantMLP, experts.InvariantExperts)
+    activations = sorted({p.activation for p in module.modules() if isinstance(p, gated)})
     where = "triton-row" if cuda else "cpu-row"
     return {
-        "gemm": " + ".join(sorted(plans)),
+        "gemm": " + ".join(sorted([*plans, *_expert_plans(module, cuda=cuda)])),
         "norm": f"rms_norm {where}",
         "activation": " + ".join(f"{name} {'stock' if cuda else 'cpu-row'}" for name in activations),
         "logprob": f"token_stats {where}",
     }
+
+
+def _expert_plans(module: nn.Module, *, cuda: bool) -> list[str]:
+    """The kernels of experts' products."""
+    found = [part for part in module.modules() if isinstance(part, experts.InvariantExperts)]
+    if cuda:
+        return ["grouped_mm"] if found else []
+    tiles = {tiles for part in found for tiles in part.tiles}
+    return [f"experts cpu-tiles-{'-'.join(map(str, sizes))}" for sizes in tiles]
 
 
 def _plan(part: InvariantLinear, *, cuda: bool) -> str:
@@ -152,6 +173,8 @@ def _kind(name: str, part: nn.Module) -> str | None:
     """The kind of conversion of a part; None: it is left as it is."""
     for kind, class_ in _KINDS.items():
         if isinstance(part, class_):
+            if isinstance(part, experts.Experts):
+                _check_experts(name, part)
             return kind
     label = type(part).__name__
     if isinstance(part, nn.Linear):
@@ -170,11 +193,20 @@ def _kind(name: str, part: nn.Module) -> str | None:
         case Rotary():
             _check_rotary(name, part)
             return "rotary"
+        case ExpertBlock(shared=shared):
+            return "shared expert" if shared else None
     if isinstance(part, nn.Dropout) and part.p == 0.0:
         return None
     if label.endswith(_CONTAINERS) or label.endswith(_EXACT):
         return None
     raise _refused(name, part, "no row-invariant form of it is known")
+
+
+def _check_experts(name: str, part: Any) -> None:
+    known = {*parts.ACTIVATIONS.values(), experts.CLAMPED}
+    if part.activation not in known:
+        why = f"activation {part.activation!r} is not one of {', '.join(sorted(known))}"
+        raise _refused(name, part, why)
 
 
 def _check_adapters(name: str, part: Any) -> None:

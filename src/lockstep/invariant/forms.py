@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,34 @@ class Rotary:
     """cos and sin of positions, with frequencies in buffers."""
 
 
-Form = RMSNorm | GatedMLP | Rotary
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopRouter:
+    """The router of a mixture of experts: weight [E, C] and maybe a bias; `top_k` experts for each token.
+    Logits are in the weights' dtype, probabilities in float32."""
+
+    softmax: Literal["all", "chosen"] = "all"
+    """all: over the experts, of which the largest are taken; chosen: over the largest logits."""
+    normalise: bool | None = True
+    """Whether a token's weights are divided by their sum; None: as the module's `norm_topk_prob` says."""
+    rounded: bool = True
+    """Whether weights are rounded to the dtype of the logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """gate_up_proj and down_proj of all experts, in one of the layouts of transformers'
+    `use_experts_implementation`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlock:
+    """A router and its experts."""
+
+    shared: bool = False
+    """Whether one expert is for all tokens, under a sigmoid gate of its own, as in Qwen2-MoE."""
+
+
+Form = RMSNorm | GatedMLP | Rotary | TopRouter | GroupedExperts | ExpertBlock
 """What a class computes; `lockstep.invariant.convert` knows a row-invariant form of each."""
 
 FORMS: dict[str, Form] = {}

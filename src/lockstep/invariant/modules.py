@@ -166,31 +166,32 @@ def converted_class(mixin: type, original: type) -> type:
 
 def swap_linear(part: nn.Linear, *, exact_backward: bool) -> None:
     """Swap a linear; it uses all tiles until the self-test finds which are equal."""
-    _swap(part, InvariantLinear, tiles=TILES, stock=False, exact_backward=exact_backward, few_rows=None)
+    swap(part, InvariantLinear, tiles=TILES, stock=False, exact_backward=exact_backward, few_rows=None)
 
 
 def swap_adapted(part: nn.Module) -> None:
     """Swap a linear that peft wrapped."""
-    _swap(part, InvariantAdapted)
+    swap(part, InvariantAdapted)
 
 
 def swap_norm(part: nn.Module, form: RMSNorm) -> None:
     """Swap an RMSNorm."""
     epsilon = float(getattr(part, form.epsilon))
-    _swap(part, InvariantNorm, norm_eps=epsilon, unit_offset=form.unit_offset)
+    swap(part, InvariantNorm, norm_eps=epsilon, unit_offset=form.unit_offset)
 
 
 def swap_mlp(part: nn.Module, activation: str) -> None:
     """Swap a gated MLP; `activation` is a value of ACTIVATIONS."""
-    _swap(part, InvariantMLP, activation=activation)
+    swap(part, InvariantMLP, activation=activation)
 
 
 def swap_rotary(part: nn.Module) -> None:
     """Swap a rotary embedding."""
-    _swap(part, InvariantRotary)
+    swap(part, InvariantRotary)
 
 
-def _swap(part: nn.Module, mixin: type, **attributes: Any) -> None:
+def swap(part: nn.Module, mixin: type, **attributes: Any) -> None:
+    """Give a part the forward of `mixin`, and attributes."""
     part.__class__ = converted_class(mixin, type(part))  # type: ignore[arg-type]
     for name, value in attributes.items():
         setattr(part, name, value)

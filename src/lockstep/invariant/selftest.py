@@ -23,11 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
-from lockstep.invariant import few_rows, row_ops
+from lockstep.invariant import experts, few_rows
 from lockstep.invariant import modules as parts
 from lockstep.invariant import row_ops as linear_ops
+from lockstep.invariant.cases import (
+    Case,
+    Inputs,
+    RowOp,
+    apply_tiles,
+    cases,
+    linear_name,
+    product_name,
+    router_name,
+    tiles_of,
+)
 from lockstep.observe.files import cache_root
-from lockstep.ops.logprobs import merged_stats
 
 # Settings under which stock GEMMs and compiled elementwise code are row-invariant.
 
@@ -127,16 +137,11 @@ def _has(config: Any, name: str) -> bool:
 # Test whether a row's result depends on the other rows, or on its position among them.
 
 
-RowOp = Callable[..., Tensor | tuple[Tensor, ...]]
-"""Tensors with a row each in their first dimension -> one or more such tensors."""
-
 COUNTS = {
     "cpu": (1, 2, 3, 5, 8, 17, 64, 130),
     "cuda": (1, 2, 3, 4, 8, 16, 17, 32, 64, 100, 128, 256, 512, 1000, 1024, 2048, 4096),
 }
 """Numbers of rows that are compared with all rows together."""
-NUM_ROWS = {"cpu": 251, "cuda": 8192}
-"""All rows together. 251 = 128 + 64 + 32 + 16 + 8 + 3: every tile, and a padded one."""
 
 
 def dependence(op: RowOp, *inputs: Tensor, counts: Iterable[int] | None = None) -> str | None:
@@ -189,11 +194,6 @@ def _difference(part: Sequence[Tensor], whole: Sequence[Tensor]) -> str | None:
 
 log = logging.getLogger(__name__)
 
-_LOGITS_ELEMENTS = 2**28
-"""Largest number of outputs of one product in a test."""
-_BLOCK = 256
-"""Entries of a block of the vocabulary: lockstep.engine.sampling."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
@@ -204,15 +204,6 @@ class Verdict:
     "padded"."""
     rejected: tuple[str, ...] = ()
     """The choices that failed before it, and how."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Case:
-    """One op at one shape: inputs, and the implementations to try in turn, lazily."""
-
-    name: str
-    inputs: Callable[[], tuple[Tensor, ...]]
-    choices: Callable[[tuple[Tensor, ...]], Iterator[tuple[str, RowOp]]]
 
 
 def self_test(
@@ -246,16 +237,23 @@ def self_test(
         )
     store = _Store(device, dtype, enabled=cache)
     verdicts = {}
-    for case in _cases(module, _Inputs(device, dtype), split=split):
+    for case in cases(module, Inputs(device, dtype), split=split):
         if case.name not in verdicts:
             verdicts[case.name] = store.get(case.name) or store.put(case.name, _verdict(case, device))
     for _, part in parts.linears(module):
-        _apply(part, verdicts[_linear_name(part)].choice)
+        apply_tiles(part, verdicts[linear_name(part)].choice)
+    for other in module.modules():
+        if isinstance(other, experts.InvariantRouter):
+            apply_tiles(other, verdicts[router_name(other)].choice)
+        elif isinstance(other, experts.InvariantExperts):
+            names = [product_name(other, kind) for kind in experts.PRODUCTS]
+            up, down = (tiles_of(verdicts[name].choice) for name in names)
+            other.tiles = (up, down)
     store.save()
     return verdicts
 
 
-def _verdict(case: _Case, device: torch.device) -> Verdict:
+def _verdict(case: Case, device: torch.device) -> Verdict:
     inputs = case.inputs()
     rejected: list[str] = []
     with torch.no_grad():
@@ -283,10 +281,10 @@ def few_rows_test(module: nn.Module, *, cache: bool = True) -> dict[str, Verdict
     first = next(module.parameters())
     if first.device.type != "cuda":
         return {}
-    store, make = _Store(first.device, first.dtype, enabled=cache), _Inputs(first.device, first.dtype)
+    store, make = _Store(first.device, first.dtype, enabled=cache), Inputs(first.device, first.dtype)
     verdicts: dict[str, Verdict] = {}
     for _, part in parts.linears(module):
-        name = _linear_name(part).replace("linear", "few rows")
+        name = linear_name(part).replace("linear", "few rows")
         if name not in verdicts:
             verdicts[name] = store.get(name) or store.put(name, _few_rows_verdict(part, make))
             if verdicts[name].rejected:
@@ -302,7 +300,7 @@ def few_rows_test(module: nn.Module, *, cache: bool = True) -> dict[str, Verdict
 
 
 @torch.no_grad()
-def _few_rows_verdict(part: parts.InvariantLinear, make: _Inputs) -> Verdict:
+def _few_rows_verdict(part: parts.InvariantLinear, make: Inputs) -> Verdict:
     """Alone, thrice in one launch (other blocks), and with a residual, against rows among many."""
     from triton.runtime.errors import OutOfResources
 
@@ -330,179 +328,6 @@ def _few_rows_verdict(part: parts.InvariantLinear, make: _Inputs) -> Verdict:
         if difference is not None:
             return Verdict(choice=parts.PADDED, rejected=(f"{parts.FEW_ROWS} ({count} rows: {difference})",))
     return Verdict(choice=parts.FEW_ROWS)
-
-
-# --- the cases of a module ---
-
-
-def _linear_name(part: parts.InvariantLinear) -> str:
-    bias = "" if part.product_bias is None else " with bias"
-    return f"linear {part.out_features}x{part.in_features}{bias}"
-
-
-def _cases(module: nn.Module, make: _Inputs, *, split: bool) -> Iterator[_Case]:
-    vocab = 0
-    for name, part in module.named_modules():
-        if isinstance(part, parts.InvariantLinear):
-            yield _linear_case(part, make)
-            vocab = part.out_features if name.endswith("lm_head") else vocab
-        elif isinstance(part, parts.InvariantNorm):
-            yield _norm_case(part, make)
-        elif isinstance(part, parts.InvariantMLP):
-            yield _mlp_case(part, make)
-        elif isinstance(part, parts.InvariantRotary):
-            yield from _rotary_cases(part, make)
-    if vocab:
-        yield _partial_case(vocab, make) if split else _stats_case(vocab, make)
-        yield _mass_case(vocab, make)
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """Random rows, the same every time."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(sum(shape))
-        values = torch.randn(*shape, device=self.device, generator=generator)
-        return values.mul_(std).to(dtype or self.dtype)
-
-    def rows(self, width: int) -> int:
-        limit = NUM_ROWS[self.device.type]
-        return limit if self.device.type == "cpu" else max(512, min(limit, _LOGITS_ELEMENTS // width))
-
-
-def _linear_case(part: parts.InvariantLinear, make: _Inputs) -> _Case:
-    wide, narrow = part.out_features, part.in_features
-
-    def choices(inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
-        weight = make.normal(wide, narrow, std=narrow**-0.5)
-        bias = None if part.product_bias is None else make.normal(wide)
-        if make.device.type == "cuda":
-            yield parts.STOCK, lambda x: F.linear(x, weight, bias)
-            yield "triton", lambda x: linear_ops.linear(x, weight, bias, linear_ops.TILES)
-            return
-        # From the fastest to the surest: at last every row is a product of its own.
-        for tiles in (equal_tiles(inputs[0], weight, bias), (16,), (8,), (1,)):
-            yield tiles_name(tiles), lambda x, tiles=tiles: linear_ops.linear(x, weight, bias, tiles)
-
-    return _Case(
-        name=_linear_name(part), inputs=lambda: (make.normal(make.rows(wide), narrow),), choices=choices
-    )
-
-
-def equal_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """Return the TILES whose rows are bitwise equal to those of tiles of 16 rows, for the first 128 rows of
-    x."""
-    x = x[: max(linear_ops.TILES)]
-    reference = linear_ops.tiled_product(x, weight, bias, tiles=(16,))
-    return tuple(
-        tile
-        for tile in linear_ops.TILES
-        if torch.equal(linear_ops.tiled_product(x, weight, bias, tiles=(tile,)), reference)
-    )
-
-
-def tiles_name(tiles: tuple[int, ...]) -> str:
-    """Return the choice of a Verdict for these tiles."""
-    return f"tiles {' '.join(map(str, tiles))}"
-
-
-def _apply(part: parts.InvariantLinear, choice: str) -> None:
-    part.stock = choice == parts.STOCK and not part.exact_backward  # stock code has a stock backward
-    if choice.startswith("tiles "):
-        part.tiles = tuple(int(tile) for tile in choice.removeprefix("tiles ").split())
-
-
-def _norm_case(part: Any, make: _Inputs) -> _Case:
-    width, offset = part.weight.shape[0], part.unit_offset
-
-    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
-        weight = make.normal(width)
-        yield _row_choice(make), lambda x: row_ops.rms_norm(x, weight, 1e-6, offset)
-
-    name = f"rms_norm {width}{' with unit offset' if offset else ''}"
-    return _Case(name=name, inputs=lambda: (make.normal(make.rows(width), width),), choices=choices)
-
-
-def _mlp_case(part: Any, make: _Inputs) -> _Case:
-    width, activation = part.up_proj.out_features, part.activation
-    op = row_ops.silu_and_mul if activation == "silu" else row_ops.gelu_and_mul
-
-    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
-        if make.device.type == "cuda":
-            yield parts.STOCK, lambda gate, up: part.act_fn(gate) * up
-        else:
-            yield _row_choice(make), op
-
-    def inputs() -> tuple[Tensor, ...]:
-        both = make.normal(2, make.rows(width), width)
-        return both[0], both[1]
-
-    return _Case(name=f"{activation}_and_mul {width}", inputs=inputs, choices=choices)
-
-
-def _rotary_cases(part: Any, make: _Inputs) -> Iterator[_Case]:
-    for name, buffer in part.named_buffers():
-        if not name.endswith("inv_freq") or "original" in name:
-            continue
-        width = buffer.shape[0]
-
-        def choices(_: tuple[Tensor, ...], width: int = width) -> Iterator[tuple[str, RowOp]]:
-            steps = torch.arange(width, device=make.device, dtype=torch.float32) / width
-            yield _row_choice(make), lambda positions: row_ops.rotary(positions, 10000.0**-steps, 1.0)
-
-        def inputs() -> tuple[Tensor, ...]:
-            return (torch.arange(make.rows(1), device=make.device) * 37,)
-
-        yield _Case(name=f"rotary {width}", inputs=inputs, choices=choices)
-
-
-def _stats_case(vocab: int, make: _Inputs) -> _Case:
-    def inputs() -> tuple[Tensor, ...]:
-        rows = make.rows(vocab)
-        # 7919 is prime, so labels lie all over the vocabulary.
-        return make.normal(rows, vocab, std=3.0), torch.arange(rows, device=make.device) * 7919 % vocab
-
-    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
-        # With a temperature that is not 1, so that the multiplication by the scale is tested too.
-        yield _row_choice(make), lambda logits, labels: row_ops.token_stats(logits, labels, 1 / 0.7, None)
-
-    return _Case(name=f"token_stats {vocab}", inputs=inputs, choices=choices)
-
-
-def _partial_case(vocab: int, make: _Inputs) -> _Case:
-    """The figures of a part of the vocabulary (tensor parallel), and what they are merged to."""
-
-    def inputs() -> tuple[Tensor, ...]:
-        rows = make.rows(vocab)
-        return make.normal(rows, vocab, std=3.0), torch.arange(rows, device=make.device) * 7919 % (2 * vocab)
-
-    def merged(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        # Of a vocabulary of two equal parts, whose first columns are id 0 and id `vocab`.
-        both = [row_ops.partial_token_stats(logits, labels, 1 / 0.7, None, start) for start in (0, vocab)]
-        return merged_stats(torch.stack(both), labels)
-
-    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
-        yield _row_choice(make), merged
-
-    return _Case(name=f"partial_token_stats {vocab}", inputs=inputs, choices=choices)
-
-
-def _mass_case(vocab: int, make: _Inputs) -> _Case:
-    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
-        yield _row_choice(make), lambda logits: row_ops.block_mass(logits, 1 / 0.7, None, _BLOCK)
-
-    def inputs() -> tuple[Tensor, ...]:
-        return (make.normal(make.rows(vocab), vocab, std=3.0),)
-
-    return _Case(name=f"block_mass {vocab}", inputs=inputs, choices=choices)
-
-
-def _row_choice(make: _Inputs) -> str:
-    return "triton" if make.device.type == "cuda" else "cpu-row"
 
 
 # --- the cache of verdicts ---

@@ -40,6 +40,7 @@ from lockstep.loop.determinism import (
 )
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engines import engine_model, engine_report, external_engine_spec, report_lines
+from lockstep.loop.expert_checks import check_experts
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.machine import check_devices, find_machine
 from lockstep.loop.memory_plan import start_offloading
@@ -543,6 +544,7 @@ def load_policy(
         ConfigError, ModelError: the run is not possible with this model on this machine.
     """
     run, train = resolved.run, resolved.run.train
+    check_experts(run, opened)
     seed_generators(
         run.seed, stream=0 if ranks is None else mesh_coordinates(ranks, tp=train.tp, ring=train.ring).stream
     )
@@ -559,11 +561,7 @@ def load_policy(
     def load() -> LoadedModel:
         whole = not backend.shards_weights
         return load_model(
-            run.model,
-            attention=resolved.attention,
-            device=device,
-            materialize=whole,
-            opened=opened,
+            run.model, attention=resolved.attention, device=device, materialize=whole, opened=opened
         )
 
     model, batch_invariance = load(), None

@@ -34,6 +34,7 @@ from lockstep.models.load import (
     skeleton,
 )
 from lockstep.models.lora import merged_state_dict
+from lockstep.models.published import as_published
 from lockstep.models.shapes import PREFIX, shape_config
 from lockstep.models.source import aliases
 from lockstep.observe.files import naming, read_json, write_atomic
@@ -208,8 +209,9 @@ class _Writer:
     def _write(self) -> None:
         assert self._temporary is not None
         part = self._temporary / f"part-{len(self._files)}.safetensors"
-        save_tensors(self._waiting, part, metadata={"format": "pt"})
-        self._files.append([*self._waiting])
+        tensors = as_published(self._bare, self._waiting)
+        save_tensors(tensors, part, metadata={"format": "pt"})
+        self._files.append([*tensors])
         self._waiting, self._total, self._bytes = {}, self._total + self._bytes, 0
 
     def _end(self, tokenizer: Tokenizer | None) -> None:

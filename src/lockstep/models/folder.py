@@ -23,6 +23,7 @@ from torch import nn
 
 from lockstep.common_errors import leads_out
 from lockstep.errors import ModelError
+from lockstep.models.architectures import is_moe
 from lockstep.observe.files import read_json
 
 CONFIG = "config.json"
@@ -242,11 +243,16 @@ def _expected(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]
             ("num_key_value_heads", *head_keys),
             (kv_heads * head_dim, hidden),
         ),
-        "layers.0.mlp.gate_proj.weight": (
-            ("intermediate_size", "hidden_size"),
-            (config.intermediate_size, hidden),
-        ),
+        **_expected_mlp(config),
     }
+
+
+def _expected_mlp(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]:
+    """Experts come under several names, so of a model with experts nothing is expected."""
+    if is_moe(config):
+        return {}
+    shape = (config.intermediate_size, config.hidden_size)
+    return {"layers.0.mlp.gate_proj.weight": (("intermediate_size", "hidden_size"), shape)}
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

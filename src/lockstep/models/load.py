@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, ModelError
+from lockstep.invariant import experts
 from lockstep.models import lora, shapes
 from lockstep.models.architectures import (
     ARCHITECTURES,
@@ -211,6 +212,8 @@ def load_model(
                 hf_config, dtype=dtype, device=cpu, attention=implementation, head=head
             )
             source = folder_source(folder, module, config=config, device=device)
+    experts.install(module)
+    experts.check_routers(module)
     if config.lora is not None:
         if source is None:
             lora.add_lora(module, config.lora, seed=config.seed)
@@ -261,6 +264,7 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
         ModelError: the skeleton and the module do not have the same Parameters.
     """
     twin = skeleton(module, attention_implementation(attention))
+    experts.install(twin)
     with torch.device("meta"):
         lora.copy_structure(module, twin)
     targets = dict(twin.named_modules())

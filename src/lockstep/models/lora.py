@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.common_errors import missing_package
 from lockstep.config.model import ALL_LINEAR, LoraConfig
 from lockstep.errors import ConfigError
+from lockstep.invariant.experts import Experts, Router
 from lockstep.models.architectures import causal_lm
 from lockstep.models.heads import scalar_head
 from lockstep.models.source import WeightSource
@@ -79,8 +80,17 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
         for path, part in found:
             if not isinstance(part, nn.Linear) or path.rpartition(".")[2] not in linear:
                 raise _unfit(target, f"is a {type(part).__name__}", linear)
+        if target.rpartition(".")[2] in _expert_names(module):
+            raise _unfit(target, "is a Parameter of experts, which have no adapters", linear)
         if not found:
             raise _unfit(target, "is not a module of this model", linear)
+
+
+def _expert_names(module: nn.Module) -> set[str]:
+    """Names of experts' Parameters, and of what holds them or the router."""
+    paths = [path for path, part in module.named_modules() if isinstance(part, Experts | Router)]
+    inside = [name for path in paths for name, _ in module.get_submodule(path).named_parameters()]
+    return {*inside, *(path.rpartition(".")[2] for path in paths)}
 
 
 def _unfit(target: str, why: str, linear: Iterable[str]) -> ConfigError:

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig, token_slots
-from lockstep.models.architectures import text_config
+from lockstep.models.architectures import is_moe, option, text_config
 from lockstep.ops.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def module_shape(module: nn.Module) -> ModelShape:
     return ModelShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=_computed_width(config),
         heads=heads,
         kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
@@ -72,7 +72,18 @@ def module_shape(module: nn.Module) -> ModelShape:
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         dtype_bytes=parameters[0].element_size(),
         lora=has_lora(module),
+        slots=config.num_experts_per_tok if is_moe(config) else 0,
+        experts=sum(p.numel() for n, p in module.named_parameters() if ".experts." in n)
+        // config.num_hidden_layers,
     )
+
+
+def _computed_width(config: Any) -> int:
+    """The gate's outputs for one token: of a model with experts those of the token's experts together."""
+    if not is_moe(config):
+        return int(config.intermediate_size)
+    of_one = option(config, "moe_intermediate_size", config.intermediate_size)
+    return int(config.num_experts_per_tok * of_one + option(config, "shared_expert_intermediate_size", 0))
 
 
 def planned_shape(
@@ -215,6 +226,10 @@ class ModelShape:
     """Those with a gradient; with LoRA the adapters only."""
     dtype_bytes: int
     lora: bool
+    slots: int = 0
+    """Experts of a token; 0: the model has no experts. `intermediate` is then of all of them together."""
+    experts: int = 0
+    """Parameters of one layer's experts, on average."""
 
     def activation_bytes_per_layer(self, *, compiled: bool = False, fused_norms: bool = False) -> int:
         """Return the bytes that one layer keeps for backward, per token.
@@ -224,17 +239,18 @@ class ModelShape:
             fused_norms: a norm is one op, as in a batch-invariant model.
         """
         b, queries, keys = self.dtype_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = 2 * b * self.slots * self.hidden  # a token's row for each of its experts, in and out
         if not (compiled or fused_norms):
             norms = self.norm_width * (12 if b == 4 else 8)
-            return norms + b * (3 * queries + 2 * keys) + 4 * b * self.intermediate
+            return norms + b * (3 * queries + 2 * keys) + 4 * b * self.intermediate + rows
         attention = b * (2 * queries + 2 * keys) + 4 * self.heads
-        return 2 * b * self.norm_width + attention + (3 if compiled else 4) * b * self.intermediate
+        return 2 * b * self.norm_width + attention + (3 if compiled else 4) * b * self.intermediate + rows
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of one decoder layer's matrices; norms and biases are negligible."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        return attention + (self.experts or 3 * self.hidden * self.intermediate)
 
     @property
     def outer_parameters(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from lockstep.invariant import experts
 from lockstep.models import shapes
 from lockstep.models.architectures import architecture_of, option, rope_parameters
 from lockstep.models.heads import HeadKind
@@ -54,7 +55,10 @@ def random_miniature(small: PretrainedConfig, *, attention: str, head: HeadKind 
     """
     cpu = torch.device("cpu")
     own = copy.deepcopy(small)  # a model writes into its config
-    return shapes.random_model(own, seed=0, dtype=torch.float32, device=cpu, attention=attention, head=head)
+    module = shapes.random_model(own, seed=0, dtype=torch.float32, device=cpu, attention=attention, head=head)
+    if attention != "eager":  # that one is transformers' own, which ours is compared with
+        experts.install(module)
+    return module
 
 
 def documents() -> list[list[int]]:

@@ -105,6 +105,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": _QWEN3  # Qwen/Qwen3-30B-A3B
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "tiny-llama": _TINY | {"model_type": "llama", "attention_bias": True, "tie_word_embeddings": False},
     "tiny-qwen3": _TINY | {"model_type": "qwen3", "tie_word_embeddings": True},
     "tiny-gemma3": _TINY
@@ -113,6 +127,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "tiny-mixtral": _TINY
+    | {
+        "model_type": "mixtral",
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "tiny-qwen2-moe": _TINY
+    | {
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "tie_word_embeddings": False,
+    },
+    "tiny-qwen3-moe": _TINY
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
         "tie_word_embeddings": True,
     },
     "tiny-qwen2": _TINY | {"model_type": "qwen2", "tie_word_embeddings": False},

@@ -35,6 +35,7 @@ from lockstep.models import shapes
 from lockstep.models.architectures import causal_lm, hf_config
 from lockstep.models.folder import check_fit, tensor_files, weight_errors
 from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, scalar_head
+from lockstep.models.published import published_pieces
 from lockstep.observe.files import cache_root
 from lockstep.observe.tensor_file import save_tensors
 
@@ -205,6 +206,7 @@ class FolderSource:
         with self._errors():
             files = tensor_files(folder)
             self._place = _names_in_files(module, files)
+        self._pieces = self._pieces_in_files(module, files)
         self._fresh: ShapeSource | None = None
         unused: set[str] = set()
         if scalar_head(module) is not None:
@@ -212,7 +214,8 @@ class FolderSource:
             if SCORE_WEIGHT not in self._place:
                 self._fresh = ShapeSource(module, seed=config.seed, config=hf_config(module), device=device)
         self._check(module)
-        more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)} - unused
+        pieces = {name for rows in self._pieces.values() for names in rows for name in names}
+        more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)} - unused - pieces
         if more and config.num_layers is None:
             log.warning("%s: the architecture does not use these weights: %s", folder, sorted(more)[:5])
 
@@ -228,7 +231,37 @@ class FolderSource:
             return self._fresh.read_part(name, dim=dim, start=start, stop=stop, device=device)
         return self._read(name, (*[slice(None)] * dim, slice(start, stop)), device)
 
+    def _pieces_in_files(self, module: nn.Module, files: Mapping[str, Path]) -> dict[str, list[list[str]]]:
+        """The Parameters that are put together from several tensors; renamed ones get their place."""
+        pieces: dict[str, list[list[str]]] = {}
+        for name, rows in published_pieces(module).items():
+            names = [published for row in rows for published in row]
+            if name in self._place or not files.keys() >= {*names}:
+                continue
+            if len(names) == 1:
+                self._place[name] = (names[0], files[names[0]])
+            else:
+                pieces[name] = rows
+                self._place |= {published: (published, files[published]) for published in names}
+        return pieces
+
+    def _read_pieces(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
+        """Of a part of the first dimension only its own tensors are read."""
+        first, rest = (part[0], part[1:]) if part else (slice(None), ())
+        rows = self._pieces[name][first]
+        whole = torch.empty((len(rows), *self._shape(name)[1:]), dtype=self._dtype, device=device)
+        for target, names in zip(whole, rows, strict=True):
+            start = 0
+            for one in names:
+                values = self._read(one, (), device)
+                target[start : start + len(values)].copy_(values)
+                start += len(values)
+        # Not `contiguous()`, which keeps the memory of the whole where the part is contiguous.
+        return whole[(slice(None), *rest)].clone(memory_format=torch.contiguous_format) if rest else whole
+
     def _read(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
+        if name in self._pieces:
+            return self._read_pieces(name, part, device)
         stored, path = self._place[name]
         # Opened for each read: pages of a mapped file that stays open count as this process's memory.
         with self._errors(), safe_open(path, framework="pt") as file:
@@ -243,7 +276,7 @@ class FolderSource:
         missing: list[str] = []
         mismatched: list[tuple[Any, ...]] = []
         for name, parameter in module.named_parameters():
-            if name not in self._place:
+            if name not in self._place and name not in self._pieces:
                 if self._fresh is None or name != SCORE_WEIGHT:
                     missing.append(name)
             elif (shape := self._shape(name)) != tuple(parameter.shape):
@@ -261,6 +294,10 @@ class FolderSource:
         return weight_errors(self._folder, self._model_name)
 
     def _shape(self, name: str) -> tuple[int, ...]:
+        if name in self._pieces:
+            # Of the first expert; copying refuses others.
+            shapes_of = [self._shape(one) for one in self._pieces[name][0]]
+            return (len(self._pieces[name]), sum(shape[0] for shape in shapes_of), *shapes_of[0][1:])
         stored, path = self._place[name]
         with self._errors(), safe_open(path, framework="pt") as file:
             return tuple(file.get_slice(stored).get_shape())

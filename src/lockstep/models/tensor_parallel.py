@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.invariant.modules import InvariantLinear, converted_class
-from lockstep.models.architectures import architecture_of, causal_lm, text_config
+from lockstep.models.architectures import architecture_of, causal_lm, is_moe, text_config
 from lockstep.models.architectures.record import BY_INPUTS, BY_OUTPUTS, Replicated, Split
 from lockstep.models.lora import adapter_place, is_adapter
 from lockstep.models.source import aliases
@@ -60,11 +60,16 @@ def tensor_parallel_sizes(config: Any) -> tuple[int, ...]:
 
 
 def check_tensor_parallel_size(config: Any, size: int) -> None:
-    """Refuse a size that does not divide the heads.
+    """Refuse a size that does not divide the heads, and more than 1 for a model with experts.
 
     Raises:
-        ConfigError: names heads, kv heads and the sizes that work.
+        ConfigError: names heads, kv heads and the sizes that work; or the architecture.
     """
+    if size > 1 and is_moe(config):
+        raise ConfigError(
+            f"unsupported-combination: train.tp = {size} with a model with experts ({config.model_type}): "
+            "they are not split over ranks; set train.tp = 1"
+        )
     sizes = tensor_parallel_sizes(config)
     if size not in sizes:
         raise ConfigError(

@@ -8,7 +8,7 @@ from lockstep.engine.native import draw as chosen
 from lockstep.engine.native.draw import block_mass, choose, scaled
 from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, noise_keys, sample_blocks, uniform
 from lockstep.execution import CompileWatch
-from lockstep.invariant import dependence, selftest
+from lockstep.invariant import cases, dependence
 from lockstep.ops import logprobs
 from lockstep.ops.logprobs import HeadOptions
 
@@ -67,7 +67,7 @@ def test_the_mass_of_blocks_by_the_row_invariant_op(head, vocab):
     assert mass.dtype == torch.float32 and mass.shape == (70, -(-vocab // BLOCK))
     torch.testing.assert_close(mass, block_mass(logits, head), rtol=1e-6, atol=1e-5)
     assert dependence(lambda x: block_mass(x, head, invariant=True), logits) is None
-    assert selftest._BLOCK == BLOCK
+    assert cases._BLOCK == BLOCK
 
 
 def test_temperatures_share_the_compiled_pass():

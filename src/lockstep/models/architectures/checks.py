@@ -73,6 +73,9 @@ def _check_options(config: Any) -> None:
         raise _unsupported("use_bidirectional_attention", "attention here is causal")
     if not option(config, "is_causal", True):
         raise _unsupported("is_causal = false", "attention here is causal")
+    if noise := option(config, "router_jitter_noise"):
+        why = "a run samples and trains with the same router, without noise; set it to 0.0"
+        raise _unsupported(f"router_jitter_noise = {noise}", why)
     kinds = option(config, "layer_types") or ()
     if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
         raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(_LAYER_KINDS)}")
@@ -157,6 +160,11 @@ def option(config: Any, name: str, default: Any = None) -> Any:
     return getattr(config, name, default) if name in reads_of(config) | _SHARED else default
 
 
+def is_moe(config: Any) -> bool:
+    """Return whether a text config is of a model with experts."""
+    return option(config, "num_experts_per_tok") is not None
+
+
 def foreign_options(config: Any) -> dict[str, Any]:
     """Return the keys of config.json that another architecture reads, and this one does not."""
     known = frozenset().union(*(record.reads for record in ARCHITECTURES.values())) - SIZES
@@ -164,6 +172,7 @@ def foreign_options(config: Any) -> dict[str, Any]:
     values = {key: getattr(config, key, None) for key in sorted(keys)}
     # transformers' own configs have some of these, without any effect: off, they need no warning.
     own = type(config).__dataclass_fields__ if dataclasses.is_dataclass(type(config)) else {}
+    own = {*own, *config.attribute_map, *config.attribute_map.values()}  # two names of one key
     return {key: value for key, value in values.items() if value not in (None, False) and key not in own}
 
 

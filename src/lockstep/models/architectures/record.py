@@ -66,6 +66,25 @@ SIZES = frozenset(
 )
 """The config keys that the modelling code of nearly all architectures reads."""
 
+EXPERTS = frozenset(
+    {"initializer_range", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"}
+)
+"""Those of a mixture of experts, besides the number and sizes of experts."""
+_MOST_EXPERTS, _MOST_CHOSEN, _WIDTH = 8, 4, 32
+
+
+def shrink_experts(config: Any) -> None:
+    """Keep at most 8 experts, 4 of them for a token, and the kinds of layers that the config has."""
+    key = "num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"
+    setattr(config, key, min(getattr(config, key), _MOST_EXPERTS))
+    config.num_experts_per_tok = min(config.num_experts_per_tok, _MOST_CHOSEN)
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if hasattr(config, name):
+            setattr(config, name, _WIDTH)
+    if hasattr(config, "decoder_sparse_step"):
+        config.decoder_sparse_step = min(config.decoder_sparse_step, 2)
+        config.mlp_only_layers = [0] if config.mlp_only_layers else []
+
 
 def _one(config: Any) -> float:
     return 1.0

@@ -1,0 +1,232 @@
+"""The parts of a mixture of experts, with forwards of our own: routers that break ties by index, and experts
+that are computed sorted, by one grouped product for each of their two matrices.
+
+transformers' blocks, their names and Parameters stay: `install` swaps the classes of a block's router and
+experts, as `modules` does for others. `convert` then makes them row-invariant, which on a GPU they are as
+they are.
+
+    block(x) ─► router: logits ─► softmax ─► k largest, in order
+                 └► experts: rows by expert ─► gate, up ─► act ─► down ─► sum over slots, float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import ModelError
+from lockstep.invariant.expert_ops import (
+    by_expert,
+    clamped_swiglu,
+    combine_slots,
+    gather_slots,
+    grouped_linear,
+    router_softmax,
+    sigmoid_product,
+)
+from lockstep.invariant.forms import FORMS, ExpertBlock, GroupedExperts, TopRouter
+from lockstep.invariant.modules import ACTIVATIONS, Invariant, swap
+from lockstep.invariant.row_ops import TILES, gelu_and_mul, linear, silu_and_mul
+
+PRODUCTS = ("gate_up_proj", "down_proj")
+"""The Parameters of experts that rows are multiplied with, in order."""
+CLAMPED = "clamped_swiglu"
+"""The activation of GPT-OSS's experts; of others it is a value of ACTIVATIONS."""
+
+
+class Router:
+    """logits, weights [T, k] and experts [T, k] of each token, the largest weight first; of equal ones, the
+    expert of the lower index."""
+
+    weight: Tensor
+    hidden_dim: int
+    top_k: int
+    routing: TopRouter
+    normalise: bool
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.logits(hidden_states.reshape(-1, self.hidden_dim))
+        weights, experts = choose_experts(
+            logits, self.top_k, softmax=self.routing.softmax, normalise=self.normalise
+        )
+        return logits, weights.to(logits.dtype) if self.routing.rounded else weights, experts
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[T, E] of [T, C]."""
+        return F.linear(rows, self.weight, getattr(self, "bias", None))
+
+
+def choose_experts(logits: Tensor, k: int, *, softmax: str, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Return weights and indices [T, k] of the experts with the largest logits [T, E]; see TopRouter.
+
+    Example:
+        >>> choose_experts(torch.zeros(1, 4), 2, softmax="all", normalise=True)
+        (tensor([[0.5000, 0.5000]]), tensor([[0, 1]]))
+    """
+    # Not topk, which breaks ties in no defined order.
+    scores = logits if softmax == "chosen" else router_softmax(logits)
+    ranked, experts = scores.sort(dim=-1, descending=True, stable=True)
+    weights, experts = ranked[:, :k], experts[:, :k]
+    if softmax == "chosen":
+        weights = router_softmax(weights)
+    if normalise:
+        total = weights[:, 0]
+        for slot in range(1, k):
+            total = total + weights[:, slot]
+        weights = weights / total[:, None]
+    return weights, experts
+
+
+class InvariantRouter(Invariant, Router):
+    """A router whose logits are row-invariant; `tiles` and `stock` as of an InvariantLinear."""
+
+    tiles: tuple[int, ...]
+    stock: bool
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """See Router."""
+        if self.stock:
+            return super().logits(rows)
+        out: Tensor = linear(rows, self.weight, getattr(self, "bias", None), self.tiles)
+        return out
+
+
+class Experts:
+    """The weighted sum of a token's experts, [T, C] of rows [T, C], experts and weights [T, k]."""
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    num_experts: int
+    inputs_first: bool
+    """Layout of the weights: [E, K, N] instead of [E, N, K]."""
+    activation: str
+    tiles: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Row counts of products on the CPU: of gate_up_proj, and of down_proj."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        order, inverse, ends = by_expert(top_k_index, self.num_experts)
+        rows = gather_slots(hidden_states, order, inverse, top_k_index.shape[1])
+        gate_up = self._product(rows, "gate_up_proj", ends)
+        rows = self._product(self.act(gate_up), "down_proj", ends)
+        out: Tensor = combine_slots(rows, top_k_weights, order, inverse)
+        return out
+
+    def _product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
+        bias = getattr(self, f"{name}_bias", None)
+        tiles = self.tiles[name == "down_proj"]
+        out: Tensor = grouped_linear(rows, getattr(self, name), bias, ends, self.inputs_first, tiles)
+        return out
+
+    def act(self, gate_up: Tensor) -> Tensor:
+        """[R, N] of gate and up, [R, 2 N]."""
+        own: Any = self
+        if self.activation == CLAMPED:
+            out: Tensor = clamped_swiglu(gate_up, own.alpha, own.limit)
+            return out
+        gate, up = gate_up.chunk(2, dim=-1)
+        if gate_up.is_cuda or self.activation not in ACTIVATIONS.values():
+            return own.act_fn(gate) * up  # type: ignore[no-any-return]
+        return (silu_and_mul if self.activation == "silu" else gelu_and_mul)(gate, up)  # type: ignore[no-any-return]
+
+
+class InvariantExperts(Invariant, Experts):
+    """Experts of row-invariant products."""
+
+
+class InvariantSharedBlock(Invariant):
+    """Qwen2-MoE's block: the experts, and a shared one under a gate of its own."""
+
+    gate: nn.Module
+    experts: nn.Module
+    shared_expert: nn.Module
+    shared_expert_gate: nn.Module
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        _, weights, chosen = self.gate(rows)
+        gate = self.shared_expert_gate(rows)
+        shared = sigmoid_product(gate, self.shared_expert(rows))
+        return (self.experts(rows, chosen, weights) + shared).view_as(hidden_states)  # type: ignore[no-any-return]
+
+
+def install(module: nn.Module) -> int:
+    """Swap the routers and experts of a causal LM, in place. Idempotent.
+
+    Returns:
+        How many blocks with experts it has.
+
+    Raises:
+        ModelError: a router or experts of a family that is not known.
+    """
+    blocks = 0
+    for name, part in module.named_modules():
+        form = FORMS.get(type(part).__name__)
+        if isinstance(form, ExpertBlock):
+            blocks += 1
+        elif isinstance(part, Router | Experts):
+            continue
+        elif isinstance(form, TopRouter):
+            _install_router(part, form)
+        elif isinstance(form, GroupedExperts):
+            _install_experts(part)
+        elif type(part).__name__.endswith(("TopKRouter", "Experts", "SparseMoeBlock")):
+            raise ModelError(
+                f"unsupported-model: {name} ({type(part).__name__}): experts of this family are not supported"
+            )
+    return blocks
+
+
+def _install_router(part: Any, routing: TopRouter) -> None:
+    normalise = bool(part.norm_topk_prob) if routing.normalise is None else routing.normalise
+    swap(part, Router, routing=routing, normalise=normalise)
+
+
+def _install_experts(part: Any) -> None:
+    swap(part, Experts)
+    part.inputs_first = bool(getattr(part, "is_transposed", False))
+    if hasattr(part, "limit"):
+        part.activation = CLAMPED
+    else:
+        part.activation = ACTIVATIONS.get(part.config.hidden_act, part.config.hidden_act)
+
+
+def swap_router(part: Any) -> None:
+    """Make an installed router row-invariant; it uses all tiles until the self-test finds which are equal."""
+    swap(part, InvariantRouter, tiles=TILES, stock=False)
+
+
+def swap_experts(part: Any) -> None:
+    """Make installed experts row-invariant, as `swap_router`."""
+    swap(part, InvariantExperts, tiles=(TILES, TILES))
+
+
+def swap_shared_block(part: Any) -> None:
+    """Swap a block with a shared expert."""
+    swap(part, InvariantSharedBlock)
+
+
+def routers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the installed routers of a module, with their names."""
+    for name, part in module.named_modules():
+        if isinstance(part, Router):
+            yield name, part
+
+
+def check_routers(module: nn.Module) -> None:
+    """Refuse router weights that are not finite: every token would get experts at random.
+
+    Raises:
+        ModelError: names the Parameter.
+    """
+    for name, part in routers(module):
+        for kind, value in part.named_parameters():
+            if not value.is_meta and not bool(torch.isfinite(value).all()):
+                bad = int((~torch.isfinite(value)).sum())
+                raise ModelError(
+                    f"not-finite: {name}.{kind} has {bad} of {value.numel()} values that are NaN or "
+                    "infinite; the weight file is damaged, download it again"
+                )

@@ -1,0 +1,41 @@
+"""What a model with experts cannot be combined with: refused before its weights are read."""
+
+from __future__ import annotations
+
+from lockstep.config.run import RunConfig
+from lockstep.errors import ConfigError
+from lockstep.models.architectures import is_moe
+from lockstep.models.load import OpenedModel, prepared_config
+
+_BACKENDS = ("local", "fsdp2")
+_ENGINES = ("native", "hf")
+
+
+def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
+    """Refuse a run whose model has experts, where no parity test covers them.
+
+    Args:
+        run: resolved.
+        opened: the run's model; None: its config is read again.
+
+    Raises:
+        ConfigError: the setting, and what to set instead.
+    """
+    config = prepared_config(run.model).get_text_config() if opened is None else opened.text
+    if not is_moe(config):
+        return
+    train, engine = run.train, run.engine_name
+    own = engine in _ENGINES and run.engine_has_own_memory
+    settings = [
+        (train.backend in _BACKENDS, "train.backend", train.backend, "'local' or 'fsdp2'"),
+        (train.tp == 1, "train.tp", train.tp, "1"),
+        (train.ring == 1, "train.ring", train.ring, "1"),
+        (engine in (None, *_ENGINES), "engine.name", engine, "'native' or 'hf'"),
+        (not own, "engine.process", "separate", "'auto'"),
+    ]
+    for allowed, name, value, fix in settings:
+        if not allowed:
+            raise ConfigError(
+                f"unsupported-combination: {name} = {value!r} with a model with experts "
+                f"({config.model_type}): no parity test covers the two; set {name} = {fix}"
+            )

@@ -1,0 +1,45 @@
+"""What a model with experts cannot be combined with, by setting, before weights are read."""
+
+import pytest
+from raising import raises
+
+from lockstep.config.load import load_run
+from lockstep.errors import ConfigError
+from lockstep.loop.expert_checks import check_experts
+from lockstep.models.load import open_model
+from lockstep.models.tensor_parallel import check_tensor_parallel_size
+
+MOE = {"model.name": "shape:tiny-qwen3-moe", "train.backend": "local", "engine.name": "native"}
+FSDP2 = {"train.backend": "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value"),
+    [
+        ({"train.backend": "deepspeed"}, "train.backend", "'deepspeed'"),
+        (FSDP2 | {"train.tp": 2}, "train.tp", "2"),
+        (FSDP2 | {"train.ring": 2}, "train.ring", "2"),
+        ({"engine.name": "vllm"}, "engine.name", "'vllm'"),
+        ({"engine.name": "sglang", "engine.unseeded": True}, "engine.name", "'sglang'"),
+        ({"engine.process": "separate"}, "engine.process", "'separate'"),
+    ],
+)
+def test_a_setting_that_no_test_covers_is_named(settings, name, value):
+    run = load_run("tiny", overrides=MOE | settings)
+    with raises(ConfigError, f"unsupported-combination: {name}, {value}, qwen3_moe"):
+        check_experts(run, open_model(run.model))
+    with raises(ConfigError, f"unsupported-combination: {name}"):
+        check_experts(run, None)
+    check_experts(load_run("tiny", overrides=MOE | settings | {"model.name": "shape:tiny-llama"}), None)
+
+
+@pytest.mark.parametrize("settings", [{}, FSDP2, {"engine.name": "hf"}])
+def test_what_the_parity_tests_cover_is_let_through(settings):
+    check_experts(load_run("tiny", overrides=MOE | settings), None)
+
+
+def test_tensor_parallel_is_refused_where_the_plan_asks():
+    config = open_model(load_run("tiny", overrides=MOE).model).text
+    check_tensor_parallel_size(config, 1)
+    with raises(ConfigError, "unsupported-combination: train.tp, 2, qwen3_moe"):
+        check_tensor_parallel_size(config, 2)
