@@ -57,8 +57,8 @@ def test_help_version_and_unknown_commands(capsys):
     _, training, laboratory = re.split(r"(?m)^(?:train and use models|laboratory):$", shown)
     groups = [re.findall(r"(?m)^  (\w+) ", group) for group in (training, laboratory)]
     assert [" ".join(group) for group in groups] == [
-        "train init sample chat generate score select data plan doctor prove support view serve submit runs status "
-        "stop logs hang",
+        "train init sample chat generate score select data plan doctor prove support view serve submit runs "
+        "status stop logs hang",
         "recording replay matrix bisect parity bench",
     ]
     assert main([]) == 2
