@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.config.load import build, dump_toml, load_resumed
 from lockstep.config.run import GRPORun
 from lockstep.engine.native import NativeEngine
 from lockstep.errors import CheckpointError, EngineError, TrainError
+from lockstep.loop.run import Run
 
 LAG = 2
 TINY: dict[str, Any] = {
@@ -126,6 +128,34 @@ def test_a_checkpoint_without_the_begun_rollouts_is_refused(straight: Path, tmp_
     file.unlink()
     with raises(CheckpointError, "damaged-file"):
         loops.train(load_resumed(tmp_path / "run", {"steps": 3}), resume=tmp_path / "run")
+
+
+def test_a_stop_before_the_first_step_of_a_resume_keeps_what_was_begun(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(straight, tmp_path / "run")
+    file = run / "checkpoints/step-000004/rollouts-00000.json"
+    before = json.loads(file.read_text())
+    assert before["share"]["numbers"]
+    monkeypatch.setattr(Run, "stopping", lambda self: True)
+    summary = loops.train(load_resumed(run), resume=run, checkpoint=4)
+    assert (summary["outcome"], summary["steps"]) == ("interrupted", 4)
+    assert json.loads(file.read_text()) == before
+
+
+def test_rollouts_that_were_begun_for_steps_that_a_resume_leaves_out(straight: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(straight, tmp_path / "run")
+    assert loops.train(load_resumed(run, {"steps": 5}), resume=run, checkpoint=4)["outcome"] == "finished"
+    names = ("seed", "token_ids", "rollout_logprobs", "reward")
+    assert rollouts_of(run, *names) == rollouts_of(straight, *names)[: 5 * 16]
+
+
+def test_a_checkpoint_of_a_longer_lag_is_refused(straight: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(straight, tmp_path / "run")
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace(f"max_lag = {LAG}", "max_lag = 1"))
+    with raises(CheckpointError, "not-resumable: rollout.max_lag = 1"):
+        loops.train(load_resumed(run), resume=run, checkpoint=2)
 
 
 def test_a_wrong_bit_in_a_token_of_the_present_weights_ends_the_run(

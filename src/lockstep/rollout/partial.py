@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.config.rollout import RolloutConfig
-from lockstep.errors import EngineError
+from lockstep.errors import CheckpointError, EngineError
 from lockstep.rollout.episodes import Begun, at_once, run_episodes
 from lockstep.rollout.sampler import GroupSampler, SampledStep, SampleKey, trajectory_rules
 from lockstep.rollout.score_stream import ScoreStream
@@ -31,6 +31,8 @@ from lockstep.schema.rollout import Prompt, Rollout, Trajectory
 
 Place = tuple[int, int]
 """The step that a group is trained in, and its number among the prompts of that step."""
+_NO_TASK = Prompt(index=0, token_ids=(), text="")
+"""Of rollouts that no step is trained on any more."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class PartialRollouts:
         is sampled again begins where the last commit was.
 
         Raises:
+            CheckpointError: what was restored is of other settings.
             EngineError, RewardError: as GroupSampler.groups.
         """
         self._admit(step)
@@ -199,7 +202,11 @@ class PartialRollouts:
     # in a checkpoint
 
     def state(self) -> SentShare:
-        """Return what this rank has sampled of the steps that are not trained on, as of the last commit."""
+        """Return what this rank has sampled of the steps that are not trained on, as of the last commit. What
+        was restored is a part of it from the beginning, also before the first step asks for its tasks."""
+        if self._restored:
+            ranks = self._sampler.ranks
+            return SentShare.joined(self._restored[ranks.rank :: ranks.world_size])
         begun = {place: group for place, group in self._open.items() if any(group.samples)}
         rollouts = tuple(
             tuple(
@@ -226,11 +233,14 @@ class PartialRollouts:
         per_step = self._rollout.prompts_per_step
         tasks = {at * per_step + i: task for at, tasks in self._tasks.items() for i, task in enumerate(tasks)}
         for state in self._restored:
+            beyond = [number for number in state.share.numbers if number // per_step >= self._steps]
+            tasks |= dict.fromkeys(beyond, _NO_TASK)  # `steps` was lowered
             known = all(number in tasks for number in state.share.numbers)
             if not known:
-                raise EngineError(
-                    "other-data: the checkpoint has rollouts of steps that are not within rollout.max_lag = "
-                    f"{self._rollout.max_lag} of this one; resume with the settings of the run"
+                raise CheckpointError(
+                    "not-resumable: the checkpoint has rollouts of steps that are not within "
+                    f"rollout.max_lag = {self._rollout.max_lag} of this one; resume with the settings of the "
+                    "run"
                 )
             share = state.received(tasks)
             for number, rollouts in zip(share.numbers, share.rollouts, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import ClassVar
 
 from pydantic import ConfigDict
@@ -66,6 +66,19 @@ class SentShare:
             lengths=lengths.tobytes(),
             token_ids=token_ids.tobytes(),
             logprobs=logprobs.tobytes(),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[SentShare]) -> SentShare:
+        """Return the groups of all parts as one share."""
+        shares = [part.share for part in parts]
+        numbers = chain.from_iterable(share.numbers for share in shares)
+        rollouts = chain.from_iterable(share.rollouts for share in shares)
+        return cls(
+            share=Share(numbers=tuple(numbers), rollouts=tuple(rollouts)),
+            lengths=b"".join(part.lengths for part in parts),
+            token_ids=b"".join(part.token_ids for part in parts),
+            logprobs=b"".join(part.logprobs for part in parts),
         )
 
     def received(self, prompts: Prompts) -> Share:
