@@ -387,6 +387,17 @@ def test_ranks_share_the_prompts_and_all_get_what_one_would(size):
         assert asked == [3, 1, 8, 5, 2][rank::size]
 
 
+def test_of_ranks_that_run_an_engine_together_the_first_has_its_prompts():
+    def own(ranks):
+        engine = FakeEngine()
+        engine.ranks = 2
+        return GroupSampler(engine=engine, environment=Numbers(), ranks=ranks).own(5)
+
+    found = on_ranks(4, own)
+    assert [list(numbers) for numbers, _ in found] == [[0, 2, 4], [], [1, 3], []]
+    assert {engines for _, engines in found} == {2}
+
+
 @pytest.mark.parametrize("more", [{"list": [1, {"a": None}]}, {"tuple": (1,)}], ids=["json", "other"])
 def test_one_rank_reads_the_rows_of_a_large_set(more):
     """A tuple would arrive as a list: then each rank reads."""

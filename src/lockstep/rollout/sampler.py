@@ -255,10 +255,12 @@ class GroupSampler:
         return SampledStep(groups=groups, counts=counts, requested=tuple(requested))
 
     def own(self, count: int) -> tuple[range, int]:
-        """Return which of `count` prompts are this rank's, and the number of engines that share them."""
+        """Return which of `count` prompts are this rank's, and the number of engines that share them. Of the
+        ranks that run one engine together, those of the first."""
         together = self.engine.ranks if runs_on_ranks(self.engine) else 1
         engines = self.ranks.world_size // together
-        return range(self.ranks.rank // together, count, engines), engines
+        stop = 0 if self.ranks.rank % together else count
+        return range(self.ranks.rank // together, stop, engines), engines
 
     def _source(self, count: int, group_size: int) -> _Source:
         """What this rank takes the numbers of its prompts from.
