@@ -14,6 +14,7 @@ from hosting import hosted, run
 from raising import raises
 from scripted import save_scripted
 
+from lockstep.environments import recorded as recording
 from lockstep.environments.instance import STATE_CHARACTERS, state_of
 from lockstep.environments.journal import Journal, key_of
 from lockstep.environments.recorded import RecordedInstance
@@ -226,6 +227,10 @@ def test_a_key_is_of_all_calls_before():
     assert first == key_of("run", "draw", {"m": "\ud800", "n": 1}, 0, 0)
     others = {key_of("run", "draw", {"n": 2}, 0, 0), key_of(first, "draw", {"n": 1}, 0, 0)}
     assert len({first, *others}) == 3
+    # Calls that are written as Python's may hold what JSON lacks.
+    odd = [key_of("run", "draw", {"n": each}, 0, 0) for each in ({1: 2, "b": 3}, {(1, 2): 3}, {"y", "x"})]
+    assert len({first, *odd}) == 4
+    assert odd[2] == key_of("run", "draw", {"n": ["'x'", "'y'"]}, 0, 0)  # in any process
 
 
 TOOL = '''
@@ -351,6 +356,28 @@ def test_a_call_that_is_cancelled_is_noted_when_it_ends(tmp_path):
     with hosted("waits:Waits", tmp_path) as host:
         (result,) = run(cancelled(host))
     assert (result.text, result.error, result.seconds) == ("waited", None, 0.0)
+
+
+def test_a_call_that_is_cancelled_twice_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    """As run_episodes cancels those that it stops: once when it stops, and once when it returns."""
+    (tmp_path / "waits.py").write_text(TOOL)
+    monkeypatch.setattr(recording, "LAST_SECONDS", 0.5)
+
+    async def cancelled(host):
+        instance = recorded(host, journal_in(tmp_path))
+        call = asyncio.ensure_future(called(instance, ("wait", {"seconds": 600.0})))
+        while instance._instance is None or instance._instance._sent < 2:  # made, and called
+            await asyncio.sleep(0.01)
+        for _ in range(2):
+            call.cancel()
+            await asyncio.sleep(0.05)
+        await asyncio.wait([call])
+        await asyncio.sleep(0)
+        assert call.cancelled()
+        return instance._instance.gone
+
+    with hosted("waits:Waits", tmp_path, tool_seconds=900.0) as host:
+        assert run(cancelled(host)) == "it was abandoned"
 
 
 class Plain:

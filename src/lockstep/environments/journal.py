@@ -32,7 +32,7 @@ class Journal:
         folder: made when it is needed.
         run: what tells this run from others that began in the same folder.
         checkpoints: folder of the run's checkpoints; files of steps before the newest one are removed.
-        keep: steps before the current one whose files are kept in any case.
+        keep: steps before the current one whose files are kept, where there is no newer checkpoint.
     """
 
     def __init__(self, folder: Path, *, run: str, rank: int, checkpoints: Path, keep: int) -> None:
@@ -135,5 +135,13 @@ def key_of(before: str, *what: Any) -> str:
         before: the key of the call before; of the first call: what identifies the sample.
         what: which call it is, and its arguments.
     """
-    text = json.dumps([before, *what], sort_keys=True, ensure_ascii=False, default=repr)
+    try:
+        text = json.dumps([before, *what], sort_keys=True, ensure_ascii=False, default=_listed)
+    except TypeError:  # of keys that JSON lacks, or that have no order; calls in Python's form may hold them
+        text = repr([before, *what])
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _listed(value: Any) -> Any:
+    """What JSON lacks, as text that is the same in every process: the order of a set is not."""
+    return sorted(map(repr, value)) if isinstance(value, set) else repr(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -149,11 +150,14 @@ class RecordedInstance:
 async def _to_the_end(call: Coroutine[Any, Any, Any]) -> Any:
     """Await a call; when that is cancelled, wait for its end, at most LAST_SECONDS, so that a resumed run has
     its answer."""
-    task = asyncio.ensure_future(call)
+    task, loop = asyncio.ensure_future(call), asyncio.get_running_loop()
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=LAST_SECONDS)
+        deadline = loop.time() + LAST_SECONDS
+        while not task.done() and (left := deadline - loop.time()) > 0:
+            with contextlib.suppress(asyncio.CancelledError):  # run_episodes cancels twice
+                await asyncio.wait([task], timeout=left)
         if not task.cancel() and not task.cancelled():
             task.exception()  # nobody asks for it any more
         raise
