@@ -38,10 +38,12 @@ class Held(Generic[T]):
         return self._value.result()
 
     async def close(self) -> None:
-        """Leave the context, if it was entered."""
+        """Leave the context, if it was entered; what entering it raised, `get` has raised."""
         if self._task is not None:
             self._over.set()
-            await self._task
+            await asyncio.wait([self._task])
+            if self._value.done():
+                await self._task
 
     async def _hold(self) -> None:
         async with self._make() as value:

@@ -10,6 +10,7 @@ Each sample has a server of its own, which ends with it. Works with versions 1 a
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -68,12 +69,11 @@ class McpTools:
 
     async def _call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         result = _json(await (await self._session.get()).call_tool(name, arguments))
-        if not result["content"] and "structuredContent" in result:
-            return result["structuredContent"]
         text = "\n".join(map(_text, result["content"]))
+        only = result.get("structuredContent") if not result["content"] else None
         if result.get("isError"):
-            raise McpToolError(text)
-        return text
+            raise McpToolError(text if only is None else json.dumps(only))
+        return text if only is None else only
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[ClientSession]:

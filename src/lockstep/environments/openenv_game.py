@@ -74,7 +74,7 @@ class OpenEnvGame:
             return {self.action: text}
         try:
             action = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"error: an action is a JSON object, and this is no JSON ({error})"
         return action if isinstance(action, dict) else "error: an action is a JSON object"
 

@@ -84,6 +84,8 @@ class VerifiersTasks(Environment):
         self._outcomes: dict[int, Scored | None] = {}
         """By the seed of the trajectory, until it is scored."""
         self._checks, self._failed = Checks(), 0
+        self._why: str | None = None
+        """Why the first episode failed."""
 
     def tasks(self, step: int, n: int, seed: int) -> Sequence[Prompt]:
         """See Environment: each epoch in an order of its own."""
@@ -115,12 +117,11 @@ class VerifiersTasks(Environment):
             self._client.remove(course)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if sample.trajectory is None or not episode.ok:
+            text = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it sampled no turn"
+            why = f"{task.where}: the episode failed: {text}"
             if self._on_error == "raise":
-                text = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it sampled no turn"
-                raise RewardError(
-                    f"reward-failed: {task.where}: the episode failed: {text}; correct the task set, or set "
-                    "on_error = 'drop'"
-                )
+                raise RewardError(f"reward-failed: {why}; correct the task set, or set on_error = 'drop'")
+            self._why = self._why or why
             self._outcomes[sample.seed], self._failed = None, self._failed + 1
             return sample.trajectory or await sample(max_tokens=1)
         self._checks.update(await asyncio.to_thread(course.checked))
@@ -136,10 +137,14 @@ class VerifiersTasks(Environment):
         """See Environment: the rewards of the task set."""
         return [[self._outcomes.pop(one.seed, None) for one in of_task] for _, of_task in groups]
 
+    def why_dropped(self) -> str | None:
+        """See Environment."""
+        return self._why
+
     def pop_counts(self) -> dict[str, float]:
         """See Environment. rollout/template_mismatches; rollout/failed_episodes."""
         checks, failed = self._checks, self._failed
-        self._checks, self._failed = Checks(), 0
+        self._checks, self._failed, self._why = Checks(), 0, None
         mismatches = float(sum(checks.mismatches.values()))
         return {"rollout/template_mismatches": mismatches, "rollout/failed_episodes": float(failed)}
 
