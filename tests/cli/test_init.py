@@ -119,6 +119,15 @@ def test_tools_of_a_class_of_ones_own(folder: Path) -> None:
     assert run.reward_functions == () and run.data.prompt_template == "{prompt}\n\n{a}"
 
 
+@pytest.mark.parametrize("context", [None, {"titles": ["a"]}, ["a"]])
+def test_what_is_no_text_becomes_no_part_of_the_prompt(folder: Path, context: Any) -> None:
+    file = data({"question": "What is 1 + 1?", "context": context, "the level": "1"})
+    assert main(["init", "grpo", file]) == 0
+    assert load_run("run.toml").data.prompt_template == "{prompt}"
+    # Braces around a name with a space would be text.
+    assert main(["init", "grpo", file, "--out", "2.toml", "--column", "input=the level"]) == 2
+
+
 def test_what_init_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = data({"frage": "1 + 1?", "antwort": "2"})
     Path("empty.jsonl").touch()

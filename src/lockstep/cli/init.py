@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,9 +83,10 @@ class Found:
             return []
         found = {role: self.columns[role] for role in roles if role in self.columns}
         named = [(f"{role}_column = {toml_value(column)}", "") for role, column in found.items()]
-        # Alpaca's `input`, which belongs to the prompt.
-        more = self.columns.get("input")
-        if "prompt" in found and more not in (None, *found.values()):
+        # Alpaca's `input`, which belongs to the prompt. Others may hold documents, or nothing.
+        more = self.columns.get("input", "")
+        fits = re.fullmatch(r"\w+", more) and isinstance(self.row[more], str | int | float)
+        if "prompt" in found and more not in found.values() and fits:
             text = toml_value(f"{{prompt}}\n\n{{{more}}}")
             named.append((f"prompt_template = {text}", "every column can be part of the prompt"))
         return named
@@ -227,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
         if f"\n{role}_column = " not in text and not (role == "input" and f"{{{column}}}" in text):
             raise ConfigError(
                 f"no-effect: --column {word} would change nothing: a {args.kind} run of this data has no "
-                "such column; leave it out"
+                "such column, or it cannot be part of a prompt; leave it out"
             )
     build(parse_toml(text.encode(), origin=str(args.out)), origin=str(args.out))
     write_atomic(args.out, text)
