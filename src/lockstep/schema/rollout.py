@@ -66,8 +66,7 @@ class GenerationRequest:
     begun: tuple[tuple[Span, ...], ...] = ()
     """For each seed, what the policy has written of the sample so far (see `Trajectory.begun`): the sample
     goes on after it, as if it had never been cut off, and its completion has all of it. Empty: none has
-    begun. Engines without
-    `partial_rollouts` refuse it."""
+    begun. Engines without `partial_rollouts` refuse it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
