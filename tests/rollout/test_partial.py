@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from raising import raises
 from sampled import FakeEngine, completion
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_sampler import Numbers, Prompts, make_prompt, on_ranks
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
+from lockstep.errors import CheckpointError
 from lockstep.protocols.engine import Finished
 from lockstep.rollout.partial import PartialRollouts
 from lockstep.rollout.sampler import GroupSampler
@@ -65,13 +67,14 @@ class Cut(FakeEngine):
         self.cut = True
 
 
-def steps(size, first, last, states=()):
+def steps(size, first, last, states=(), lag=LAG):
     """On each of `size` ranks: the groups of these steps, the state before them and the state after them."""
 
     def run(ranks):
         engine = Cut(first)
         sampler = GroupSampler(engine=engine, environment=Numbers(prompts=Prompts(1000)), ranks=ranks)
-        partial = PartialRollouts(sampler, rollout=ROLLOUT, run_seed=0, steps=6)
+        rollout = ROLLOUT.model_copy(update={"max_lag": lag})
+        partial = PartialRollouts(sampler, rollout=rollout, run_seed=0, steps=6)
         partial.restore(states)
         before, found = partial.state(), []
         for engine.version in range(first, last):
@@ -125,3 +128,9 @@ def test_any_number_of_ranks_goes_on_with_what_was_begun(size):
     assert all(found[key].begun[: len(spans)] == spans for key, spans in begun.items())
     if size == 2:
         assert found == straight
+
+
+def test_what_was_begun_under_a_longer_lag_is_refused():
+    states = [after for *_, after in steps(1, 0, 2, lag=4)]
+    with raises(CheckpointError, "not-resumable: rollout.max_lag = 1"):
+        steps(1, 2, 3, states, lag=1)

@@ -14,15 +14,18 @@ from lockstep.errors import CheckpointError
 from lockstep.loop.policy import Policy
 from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.roles import Critic, Roles
+from lockstep.observe.files import read_plain
 from lockstep.protocols import Algorithm, Saved, ValueAlgorithm
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.partial import PartialRollouts
 from lockstep.rollout.shares import SentShare
-from lockstep.train.state.files import read_json, write_json
+from lockstep.train.state.files import write_json
 
 _STATE = TypeAdapter(SentShare)
 _FILES = "rollouts-*.json"
+_MOST_BYTES = 1 << 34
+"""Of a file: 16 bytes a token, and the texts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +64,9 @@ class SavedRollouts:
 
 
 def _read(file: Path) -> SentShare:
+    raw = read_plain(file, CheckpointError, root=file.parent, limit=_MOST_BYTES)
     try:
-        return _STATE.validate_python(read_json(file))
+        return _STATE.validate_json(raw)
     except ValidationError as error:
         raise damaged(CheckpointError, file, str(error.errors()[0]["msg"]), path=file) from error
 
