@@ -21,7 +21,7 @@ from lockstep.invariant.forms import GatedMLP, RMSNorm, Rotary
 from lockstep.models import admission, proof_rows
 from lockstep.models.admission import admit, check_proof
 from lockstep.models.architectures import ARCHITECTURES, check_architecture
-from lockstep.models.miniature import random_miniature, tiny_model
+from lockstep.models.miniature import classes_of, random_miniature, tiny_model
 from lockstep.models.proof_modes import MODES
 from lockstep.models.proof_rows import corpora, forward_gaps, gradient_gap
 from lockstep.models.shape_table import SHAPES
@@ -223,6 +223,42 @@ def test_a_model_without_a_record_is_admitted_as_generic_and_said_so(caplog):
 def test_what_no_proof_is_asked_for(model_type, changes, match):
     with raises(ModelError, match):
         check_architecture(AutoConfig.for_model(model_type, **changes))
+
+
+def test_parts_that_the_small_copy_lacks_are_not_admitted():
+    """All three layers before the experts of a DeepSeek V3 are dense, and so is the whole miniature."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8}
+    config = AutoConfig.for_model("deepseek_v3", num_hidden_layers=4, vocab_size=64, **sizes)
+    with raises(ModelError, "unsupported-model: no record, DeepseekV3MoE"):
+        admit(config, name="m")
+    dense = AutoConfig.for_model("deepseek_v3", num_hidden_layers=3, vocab_size=64, **sizes)
+    assert classes_of(dense) == classes_of(tiny_model(dense))
+
+
+def test_a_proof_is_kept_unless_its_record_may_change(monkeypatch):
+    ran = []
+
+    def ways(small):
+        ran.append(small.model_type)
+        return [proof_rows.Gap(way="w", what="x", ours=0.0, theirs=0.0, size=0.0, allowed=1.0)]
+
+    def prove():
+        ran.clear()
+        for _ in range(2):
+            check_proof(config_of("tiny-llama"), kind="kept", ways=ways, name="m")
+        return len(ran)
+
+    assert prove() == 1
+    record = dataclasses.replace(ARCHITECTURES["llama"], logit_scale=lambda config: 2.0)
+    monkeypatch.setitem(ARCHITECTURES, "llama", record)
+    assert prove() == 2
+
+
+def test_an_auxiliary_loss_is_said_to_be_missing(caplog):
+    check_architecture(config_of("tiny-qwen3-moe"))
+    assert not caplog.text
+    check_architecture(config_of("tiny-qwen3-moe", output_router_logits=True))
+    assert "auxiliary loss of the router; Lockstep has none" in caplog.text
 
 
 PACKAGE = {

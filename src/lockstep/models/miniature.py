@@ -61,6 +61,13 @@ def random_miniature(small: PretrainedConfig, *, attention: str, head: HeadKind 
     return module
 
 
+def classes_of(config: PretrainedConfig) -> set[str]:
+    """Return the names of the classes of all modules of a config's model, which gets no memory."""
+    with torch.device("meta"):
+        module = shapes.empty_model(copy.deepcopy(config), dtype=torch.float32)
+    return {type(part).__name__ for part in module.modules()}
+
+
 def documents() -> list[list[int]]:
     """Token ids of the documents of a proof."""
     generator = torch.Generator().manual_seed(0)

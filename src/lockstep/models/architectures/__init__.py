@@ -19,6 +19,7 @@ from lockstep.models.architectures.modules import (
 from lockstep.models.architectures.record import Architecture, Replicated, Split
 from lockstep.models.architectures.registry import (
     ARCHITECTURES,
+    SHIPPED,
     architecture_of,
     register,
     register_all,
@@ -26,6 +27,7 @@ from lockstep.models.architectures.registry import (
 
 __all__ = [
     "ARCHITECTURES",
+    "SHIPPED",
     "Architecture",
     "Replicated",
     "Split",

@@ -50,6 +50,11 @@ def check_architecture(config: Any) -> None:
         )
     _check_options(config)
     check_rope(config)
+    if option(config, "output_router_logits"):
+        log.warning(
+            "config.json has output_router_logits = true, which in transformers adds an auxiliary loss of "
+            "the router; Lockstep has none, and trains without it"
+        )
     if unread := foreign_options(config):
         log.warning(
             "config.json has %s, which architecture %s does not read; it is ignored, as in transformers",
