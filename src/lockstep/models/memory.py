@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig, token_slots
-from lockstep.models.architectures import architecture_of, is_moe, option, text_config
+from lockstep.models.architectures import architecture_of, is_moe, kv_heads, option, text_config
 from lockstep.ops.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def module_shape(module: nn.Module) -> ModelShape:
 
     config = text_config(module)
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    keys = kv_heads(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     record = architecture_of(config)
     layer = [name for name, _ in module.named_parameters() if ".layers.0." in name and "norm" in name]
@@ -66,10 +66,10 @@ def module_shape(module: nn.Module) -> ModelShape:
         hidden=config.hidden_size,
         intermediate=_computed_width(config),
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=keys,
         head_dim=head_dim,
         vocab=config.vocab_size,
-        norm_width=wide * config.hidden_size + on_heads * (heads + kv_heads) * head_dim,
+        norm_width=wide * config.hidden_size + on_heads * (heads + keys) * head_dim,
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         dtype_bytes=parameters[0].element_size(),

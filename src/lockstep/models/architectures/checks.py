@@ -165,6 +165,11 @@ def option(config: Any, name: str, default: Any = None) -> Any:
     return getattr(config, name, default) if name in reads_of(config) | _SHARED else default
 
 
+def kv_heads(config: Any) -> int:
+    """Return the number of key/value heads of a text config; older families have one for each query head."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def is_moe(config: Any) -> bool:
     """Return whether a text config is of a model with experts."""
     return option(config, "num_experts_per_tok") is not None
