@@ -61,6 +61,8 @@ class TrainRequest:
     config: Mapping[str, float | str]
     datums: Sequence[Any]
     """As they came; `datums_of` checks them."""
+    size: int
+    """Bytes of the request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +78,8 @@ class SampleRequest:
     """max_tokens 0: as many as the context has room for."""
     prompt_logprobs: int
     """How many of the prompt's last tokens are scored; 0: none, -1: all."""
+    size: int
+    """Bytes of the request."""
 
 
 def parse(kind: type[Message], body: bytes) -> Message:
@@ -114,6 +118,7 @@ def train_request(body: bytes) -> TrainRequest:
         loss_fn=message.loss_fn,
         config=config,
         datums=message.data,
+        size=len(body),
     )
 
 
@@ -247,6 +252,7 @@ def sample_request(body: bytes) -> SampleRequest:
         seed=request.sampling_params.seed,
         sampling=_sampling(request.sampling_params),
         prompt_logprobs=scored,
+        size=len(body),
     )
 
 
