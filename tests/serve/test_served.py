@@ -22,9 +22,10 @@ from serving import (
     weights,
 )
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, ModelError
 from lockstep.serve import service as services
 from lockstep.serve import work
+from lockstep.serve.models import BaseModel
 from lockstep.serve.service import Gone, Service
 from lockstep.serve.work import Answer, Busy, Job, Worker
 
@@ -107,6 +108,11 @@ def test_stop_strings(served: Any, service: Any) -> None:
     without = service.create_sampling_client(base_model="tiny").result()
     with pytest.raises(tinker.RequestFailedError, match="no-tokenizer"):
         sampled(without, n=1, stop=stop)
+
+
+def test_a_model_that_cannot_be_served_is_refused_at_the_start() -> None:
+    with raises(ModelError, "not-batch-invariant: no row-invariant form"):
+        BaseModel("phi", "shape:tiny-phi3", device=torch.device("cpu"), dtype="float32")
 
 
 def test_a_closed_client_frees_what_it_had(served: Any) -> None:
