@@ -22,7 +22,7 @@ from lockstep.models import admission, proof_rows
 from lockstep.models.admission import admit, check_proof
 from lockstep.models.architectures import ARCHITECTURES, check_architecture
 from lockstep.models.miniature import classes_of, random_miniature, tiny_model
-from lockstep.models.proof_modes import MODES
+from lockstep.models.proof_modes import MODES, SLOW_MODES
 from lockstep.models.proof_rows import corpora, forward_gaps, gradient_gap
 from lockstep.models.shape_table import SHAPES
 
@@ -252,6 +252,13 @@ def test_a_proof_is_kept_unless_its_record_may_change(monkeypatch):
     record = dataclasses.replace(ARCHITECTURES["llama"], logit_scale=lambda config: 2.0)
     monkeypatch.setitem(ARCHITECTURES, "llama", record)
     assert prove() == 2
+
+
+@pytest.mark.parametrize("model_type", ["starcoder2", "qwen3_moe"])
+def test_what_is_never_compiled_has_no_row_of_it(model_type):
+    values = TINY["tiny-qwen3-moe" if model_type == "qwen3_moe" else "tiny-llama"]
+    with raises(ModelError, f"unsupported-model: {model_type}, train eager"):
+        SLOW_MODES["compiled"](tiny_model(AutoConfig.for_model(**values | {"model_type": model_type})))
 
 
 def test_an_auxiliary_loss_is_said_to_be_missing(caplog):
