@@ -21,7 +21,7 @@ from lockstep.invariant.forms import GatedMLP, RMSNorm, Rotary
 from lockstep.models import admission, proof_rows
 from lockstep.models.admission import admit, check_proof
 from lockstep.models.architectures import ARCHITECTURES, check_architecture
-from lockstep.models.miniature import classes_of, random_miniature, tiny_model
+from lockstep.models.miniature import random_miniature, tiny_model
 from lockstep.models.proof_modes import MODES, SLOW_MODES
 from lockstep.models.proof_rows import corpora, forward_gaps, gradient_gap
 from lockstep.models.shape_table import SHAPES
@@ -116,6 +116,10 @@ def _exact_gelu(module):
     module.act_fn = nn.GELU()
 
 
+def _dropout(module):
+    module.act_fn = nn.Sequential(module.act_fn, nn.Dropout(0.1))
+
+
 def _no_residual_multiplier(module):
     module.residual_multiplier = 1.0
 
@@ -126,6 +130,7 @@ PLANTED = {
     "rope of another base": ("tiny-llama", "RotaryEmbedding", _other_base, False),
     "no query norm": ("tiny-qwen3", "Attention", _no_query_norm, False),
     "swapped gate": ("tiny-llama", "MLP", _swapped_gate, False),
+    "dropout in training": ("tiny-llama", "MLP", _dropout, False),
     "another gelu": ("tiny-gemma3", "MLP", _exact_gelu, False),
     "no residual multiplier": ("tiny-granite", "DecoderLayer", _no_residual_multiplier, False),
     "a weight without a gradient": ("tiny-llama", "down_proj", _detached_weight, True),
@@ -232,7 +237,15 @@ def test_parts_that_the_small_copy_lacks_are_not_admitted():
     with raises(ModelError, "unsupported-model: no record, DeepseekV3MoE"):
         admit(config, name="m")
     dense = AutoConfig.for_model("deepseek_v3", num_hidden_layers=3, vocab_size=64, **sizes)
-    assert classes_of(dense) == classes_of(tiny_model(dense))
+    admission._check_parts(dense, tiny_model(dense))  # nothing is lacking
+    wide = AutoConfig.for_model("olmoe", num_experts=2**12, num_hidden_layers=2, vocab_size=64)
+    with raises(ModelError, "unsupported-model: no record, more than 33,554,432"):
+        admit(wide, name="m")
+
+
+def test_layers_that_are_left_out_in_training_are_refused():
+    with raises(ModelError, "unsupported-model: layerdrop = 0.1"):
+        check_architecture(AutoConfig.for_model("opt", dropout=0.0, layerdrop=0.1))
 
 
 def test_a_proof_is_kept_unless_its_record_may_change(monkeypatch):

@@ -20,11 +20,12 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from lockstep.errors import LockstepError, ModelError
 from lockstep.models.architectures import SHIPPED, architecture_of, silence_transformers
-from lockstep.models.miniature import classes_of, tiny_model
+from lockstep.models.miniature import empty_module, tiny_model
 from lockstep.models.proof_rows import Gap, forward_gaps
 from lockstep.observe.files import cache_root, read_json, write_json
 from lockstep.observe.text import printable
@@ -103,17 +104,31 @@ def measured_gaps(config: PretrainedConfig, *, kind: str, ways: Ways, name: str)
 
 def _check_parts(config: PretrainedConfig, small: PretrainedConfig) -> None:
     """Refuse a model with parts that its miniature lacks, such as experts from the fourth layer on: nothing
-    would be proven of them. Records say how such a config shrinks.
+    would be proven of them. And one whose miniature is large. Records say how such a config shrinks.
 
     Raises:
-        ModelError: names the parts.
+        ModelError: names the parts, or the size.
     """
-    if lacking := sorted(classes_of(config) - classes_of(small)):
+    whole, part = empty_module(config), empty_module(small)
+    if (size := sum(parameter.numel() for parameter in part.parameters())) > _MOST_PARAMETERS:
+        raise ModelError(
+            f"unsupported-model: architecture {config.model_type!r} has no record in Lockstep, and the small "
+            f"copy of its config that is checked has {size:,} parameters, more than {_MOST_PARAMETERS:,}; "
+            "write a record whose `shrink` makes it small"
+        )
+    if lacking := sorted(_classes(whole) - _classes(part)):
         raise ModelError(
             f"unsupported-model: architecture {config.model_type!r} has no record in Lockstep, and the small "
             f"copy of its config that is checked has no {', '.join(lacking)}; write a record whose `shrink` "
             "keeps them"
         )
+
+
+_MOST_PARAMETERS = 2**25
+
+
+def _classes(module: nn.Module) -> set[str]:
+    return {type(part).__name__ for part in module.modules()}
 
 
 def _may_be_kept(config: PretrainedConfig) -> bool:

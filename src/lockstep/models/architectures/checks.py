@@ -78,9 +78,10 @@ def _check_options(config: Any) -> None:
         raise _unsupported("use_bidirectional_attention", "attention here is causal")
     if not option(config, "is_causal", True):
         raise _unsupported("is_causal = false", "attention here is causal")
-    if noise := option(config, "router_jitter_noise"):
-        why = "a run samples and trains with the same router, without noise; set it to 0.0"
-        raise _unsupported(f"router_jitter_noise = {noise}", why)
+    for name in sorted(key for key in reads_of(config) if "jitter" in key or key.endswith("layerdrop")):
+        if noise := getattr(config, name, None):
+            why = "a run samples and trains with the same model, without noise; set it to 0.0"
+            raise _unsupported(f"{name} = {noise}", why)
     kinds = option(config, "layer_types") or ()
     if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
         raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(_LAYER_KINDS)}")
