@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_runs import everything, metrics_of
+from loop_runs import Commands, everything, metrics_of
 from raising import raises
 
 from lockstep import loops
-from lockstep.config.load import build, load_resumed
+from lockstep.config.load import build, dump_toml, load_resumed
 from lockstep.config.run import GRPORun
 from lockstep.engine.native import NativeEngine
 from lockstep.errors import CheckpointError, EngineError, TrainError
@@ -142,3 +142,22 @@ def test_a_wrong_bit_in_a_token_of_the_present_weights_ends_the_run(
     monkeypatch.setattr(NativeEngine, "update_weights", update)
     with raises(TrainError, "values-differ"):
         loops.train(run_of(tmp_path))
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_have_groups_of_their_own_and_go_on_to_the_same_bits(
+    lockstep: Commands, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(dump_toml(run_of(tmp_path, steps=4, train={"backend": "fsdp2"})))
+    lockstep("train", tmp_path / "run.toml", "--ranks", "2", cwd=tmp_path)
+    run = tmp_path / "run"
+    before, weights = metrics_of(run), [path.read_bytes() for path in _weights(run)]
+    assert len(list((run / "checkpoints/step-000002").glob("rollouts-*.json"))) == 2
+    lockstep("train", "--resume", run, "--checkpoint", "2", "--ranks", "2", cwd=tmp_path)
+    assert metrics_of(run) == before and [path.read_bytes() for path in _weights(run)] == weights
+    assert all(row["logprob_gap_max"] == 0.0 for row in before)
+    assert max(row["rollout/lag_max"] for row in before) == LAG
+
+
+def _weights(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints/step-000004").glob("model-*.safetensors"))

@@ -133,7 +133,8 @@ class RecordedInstance:
             elif self._past and not self._repeats and self._state is None:
                 raise EnvironmentFailure(
                     f"{where}: environment {host.target!r}: the run was killed between two calls, and the "
-                    "object cannot be made again, because its attributes are not plain data",
+                    "object cannot be made again, because its attributes are not plain data; set _repeatable "
+                    "= True in the class, or delete journal/ in the run's folder, to make the calls again",
                     kind="interrupted",
                 )
             else:
