@@ -121,6 +121,7 @@ def test_malformed_documents(served: Any) -> None:
         (message(model_id, 6, targets=b"\xff" * 8), "outside-vocabulary"),
         (message(model_id, 7, weights=b"\0\0\xc0\x7f"), "not-finite"),
         (message(model_id, 8, prices=bytes(4)), "unknown-name"),
+        (message(model_id, 9, target_tokens=bytes(4)), "wrong-type"),  # as float32
     ]
     for body, code in cases:
         seq_id += 1

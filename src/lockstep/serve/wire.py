@@ -173,8 +173,10 @@ def _datum(datum: Any, where: str, takes: tuple[str, ...], *, vocab_size: int, m
                 "send one dense row",
                 field=name,
             )
-        if tensor.dtype not in _DTYPES:
-            raise DataError(f"wrong-type: {where}: {name} must be float32 or int64", field=name)
+        whole = name == "target_tokens"
+        if tensor.dtype not in _DTYPES or (whole and tensor.dtype == pb.DTYPE_FLOAT32):
+            kinds = "int64" if whole else "float32 or int64"
+            raise DataError(f"wrong-type: {where}: {name} must be {kinds}", field=name)
         arrays[name] = _numbers(tensor.dense, _DTYPES[tensor.dtype], f"{where}: {name}")
         if len(arrays[name]) != len(inputs):
             raise DataError(
