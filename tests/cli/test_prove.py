@@ -91,4 +91,7 @@ def test_compiled_layers_and_bfloat16(name, tmp_path):
     file = tmp_path / "proof.json"
     assert prove.main([f"shape:{name}", "--all", "--json", str(file)]) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert rows["packed, compiled"]["result"] == rows["packed, bfloat16"]["result"] == "passed"
+    assert rows["packed, bfloat16"]["result"] == "passed"
+    experts = name == "tiny-mixtral" or name.endswith("-moe")
+    row, result = ("compiled", "refused") if experts else ("packed, compiled", "passed")
+    assert rows[row]["result"] == result

@@ -19,6 +19,8 @@ FSDP2 = {"train.backend": "fsdp2"}
         ({"train.backend": "deepspeed"}, "train.backend", "'deepspeed'"),
         (FSDP2 | {"train.tp": 2}, "train.tp", "2"),
         (FSDP2 | {"train.ring": 2}, "train.ring", "2"),
+        ({"train.execution": "compile"}, "train.execution", "'compile'"),
+        ({"train.execution": "joint"}, "train.execution", "'joint'"),
         ({"engine.name": "vllm"}, "engine.name", "'vllm'"),
         ({"engine.name": "sglang", "engine.unseeded": True}, "engine.name", "'sglang'"),
         ({"engine.process": "separate"}, "engine.process", "'separate'"),

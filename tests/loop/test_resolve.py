@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from raising import raises
 from resolving import resolved_on
+from transformers import AutoConfig
 
 from lockstep.config.load import build, dump_toml, parse_toml
 from lockstep.config.run import DPORun, GRPORun, RunConfig, SFTRun
@@ -17,6 +19,7 @@ from lockstep.errors import ConfigError
 from lockstep.loop.machine import Machine
 from lockstep.loop.resolve import Resolved, resolve, resolve_attention
 from lockstep.models.memory import GIB, ModelShape, planned_shape
+from lockstep.models.shape_table import SHAPES
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,25 @@ def test_every_auto_of_a_run_on_a_gpu_and_its_fields_in_the_manifest() -> None:
         "train.execution auto -> compile",
         "memory plan",
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [("shape:tiny-llama", "native"), ("shape:tiny-qwen3-moe", "native"), ("shape:tiny-gpt-neox", "hf")],
+)
+def test_auto_is_what_the_model_has(model: str, engine: str) -> None:
+    resolved = resolved_on(GRPORun(**BIG | {"model": {"name": model, "dtype": "bfloat16"}}), **GPU)
+    assert (resolved.engine, resolved.execution) == (engine, "eager")
+    never = "no parity test covers its architecture compiled"
+    assert (resolved.auto_execution == never) == (model == "shape:tiny-qwen3-moe")
+
+
+def test_auto_of_a_model_without_a_record_is_what_generic_models_have(tmp_path: Path) -> None:
+    AutoConfig.for_model(**SHAPES["tiny-llama"] | {"model_type": "starcoder2"}).save_pretrained(tmp_path)
+    resolved = resolved_on(GRPORun(**BIG | {"model": {"name": str(tmp_path), "dtype": "bfloat16"}}), **GPU)
+    assert (resolved.engine, resolved.execution, resolved.batch_invariant) == ("hf", "eager", False)
+    asked = BIG | {"model": {"name": str(tmp_path), "dtype": "bfloat16"}, "train": {"batch_invariant": True}}
+    assert resolved_on(GRPORun(**asked), **GPU).engine == "native"  # which then refuses the model
 
 
 def test_a_resumed_run_is_resolved_to_an_equal_record() -> None:

@@ -10,9 +10,10 @@ from torch import nn
 
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ModelError
-from lockstep.models import dtypes
+from lockstep.models import admission, dtypes
 from lockstep.models.export import export_hf, model_facts
 from lockstep.models.load import LoadedModel, load_model, prepared_config, share_parameters
+from lockstep.models.shape_table import SHAPES
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43)[None]
@@ -42,6 +43,18 @@ def test_a_folder_gives_the_weights_that_were_saved(folder: Path) -> None:
     assert all(torch.equal(p, parameters(source.module)[n]) for n, p in parameters(loaded.module).items())
     assert (loaded.tokenizer, loaded.max_positions, loaded.eos_token_ids) == (None, 4096, (2,))
     assert not loaded.module.training
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("tiny")])
+def test_every_architecture_is_loaded_from_a_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "admit", lambda config, name: None)  # proofs have tests of their own
+    source = load(f"shape:{name}")
+    export_hf(source.module, None, tmp_path)
+    loaded = parameters(load(tmp_path).module)
+    assert loaded.keys() == parameters(source.module).keys()
+    assert all(torch.equal(p, loaded[n]) for n, p in parameters(source.module).items())
 
 
 def test_loading_asks_no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

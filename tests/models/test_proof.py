@@ -22,7 +22,7 @@ from lockstep.models import admission, proof_rows
 from lockstep.models.admission import admit, check_proof
 from lockstep.models.architectures import ARCHITECTURES, check_architecture
 from lockstep.models.miniature import random_miniature, tiny_model
-from lockstep.models.proof_modes import MODES
+from lockstep.models.proof_modes import MODES, SLOW_MODES
 from lockstep.models.proof_rows import corpora, forward_gaps, gradient_gap
 from lockstep.models.shape_table import SHAPES
 
@@ -116,6 +116,10 @@ def _exact_gelu(module):
     module.act_fn = nn.GELU()
 
 
+def _dropout(module):
+    module.act_fn = nn.Sequential(module.act_fn, nn.Dropout(0.1))
+
+
 def _no_residual_multiplier(module):
     module.residual_multiplier = 1.0
 
@@ -126,6 +130,7 @@ PLANTED = {
     "rope of another base": ("tiny-llama", "RotaryEmbedding", _other_base, False),
     "no query norm": ("tiny-qwen3", "Attention", _no_query_norm, False),
     "swapped gate": ("tiny-llama", "MLP", _swapped_gate, False),
+    "dropout in training": ("tiny-llama", "MLP", _dropout, False),
     "another gelu": ("tiny-gemma3", "MLP", _exact_gelu, False),
     "no residual multiplier": ("tiny-granite", "DecoderLayer", _no_residual_multiplier, False),
     "a weight without a gradient": ("tiny-llama", "down_proj", _detached_weight, True),
@@ -223,6 +228,57 @@ def test_a_model_without_a_record_is_admitted_as_generic_and_said_so(caplog):
 def test_what_no_proof_is_asked_for(model_type, changes, match):
     with raises(ModelError, match):
         check_architecture(AutoConfig.for_model(model_type, **changes))
+
+
+def test_parts_that_the_small_copy_lacks_are_not_admitted():
+    """All three layers before the experts of a DeepSeek V3 are dense, and so is the whole miniature."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8}
+    config = AutoConfig.for_model("deepseek_v3", num_hidden_layers=4, vocab_size=64, **sizes)
+    with raises(ModelError, "unsupported-model: no record, DeepseekV3MoE"):
+        admit(config, name="m")
+    dense = AutoConfig.for_model("deepseek_v3", num_hidden_layers=3, vocab_size=64, **sizes)
+    admission._check_parts(dense, tiny_model(dense))  # nothing is lacking
+    wide = AutoConfig.for_model("olmoe", num_experts=2**12, num_hidden_layers=2, vocab_size=64)
+    with raises(ModelError, "unsupported-model: no record, more than 33,554,432"):
+        admit(wide, name="m")
+
+
+def test_layers_that_are_left_out_in_training_are_refused():
+    with raises(ModelError, "unsupported-model: layerdrop = 0.1"):
+        check_architecture(AutoConfig.for_model("opt", dropout=0.0, layerdrop=0.1))
+
+
+def test_a_proof_is_kept_unless_its_record_may_change(monkeypatch):
+    ran = []
+
+    def ways(small):
+        ran.append(small.model_type)
+        return [proof_rows.Gap(way="w", what="x", ours=0.0, theirs=0.0, size=0.0, allowed=1.0)]
+
+    def prove():
+        ran.clear()
+        for _ in range(2):
+            check_proof(config_of("tiny-llama"), kind="kept", ways=ways, name="m")
+        return len(ran)
+
+    assert prove() == 1
+    record = dataclasses.replace(ARCHITECTURES["llama"], logit_scale=lambda config: 2.0)
+    monkeypatch.setitem(ARCHITECTURES, "llama", record)
+    assert prove() == 2
+
+
+@pytest.mark.parametrize("model_type", ["starcoder2", "qwen3_moe"])
+def test_what_is_never_compiled_has_no_row_of_it(model_type):
+    values = TINY["tiny-qwen3-moe" if model_type == "qwen3_moe" else "tiny-llama"]
+    with raises(ModelError, f"unsupported-model: {model_type}, train eager"):
+        SLOW_MODES["compiled"](tiny_model(AutoConfig.for_model(**values | {"model_type": model_type})))
+
+
+def test_an_auxiliary_loss_is_said_to_be_missing(caplog):
+    check_architecture(config_of("tiny-qwen3-moe"))
+    assert not caplog.text
+    check_architecture(config_of("tiny-qwen3-moe", output_router_logits=True))
+    assert "auxiliary loss of the router; Lockstep has none" in caplog.text
 
 
 PACKAGE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ import pytest
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     pytest.importorskip("tinker", reason="the client of the API; `pip install lockstep-rl[serve]`")
     import torch
+    from transformers import AutoTokenizer
 
+    from lockstep.models.source import bundled_folder
     from lockstep.serve.app import Server
     from lockstep.serve.models import BaseModel
     from lockstep.serve.service import Service
@@ -23,7 +26,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     store = Store(Path(tmp_path_factory.mktemp("served")) / "run")
     tokens = store.tokens(["ada", "bob"])
     cpu = torch.device("cpu")
-    bases = [BaseModel("tiny", "shape:tiny-qwen3", device=cpu, dtype="float32")]
+    bases = [BaseModel(name, "shape:tiny-qwen3", device=cpu, dtype="float32") for name in ("tiny", "worded")]
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))  # all 256 ids are in it
+    bases[1].loaded = dataclasses.replace(bases[1].loaded, tokenizer=tokenizer)
     server = Server(Service(bases, store), tokens, port=0)
     server.tokens, server.store, server.bases = tokens, store, bases  # type: ignore[attr-defined]
     ready = threading.Event()

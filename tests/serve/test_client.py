@@ -6,37 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-
-tinker = pytest.importorskip("tinker", reason="the client of the API; `pip install lockstep-rl[serve]`")
-types = tinker.types
-PROMPT = [5, 6, 7, 8, 9]
-SECONDS = 240
-
-
-def datum(tokens: list[int], **floats: list[float]) -> Any:
-    """A document whose targets are its next tokens."""
-    inputs = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[len(tokens) - 1])}
-    for name, values in floats.items():
-        inputs[name] = types.TensorData(data=values, dtype="float32", shape=[len(values)])
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-
-
-def sampled(sampler: Any, *, n: int = 2, **params: Any) -> Any:
-    request = types.SamplingParams(**{"max_tokens": 8, "seed": 3, **params})
-    return sampler.sample(types.ModelInput.from_ints(PROMPT), n, request).result(SECONDS)
-
-
-def forward(client: Any, tokens: list[int]) -> torch.Tensor:
-    """The logprobs of all tokens but the first, by the trainer."""
-    data = [datum(tokens, weights=[0.0] * (len(tokens) - 1))]
-    output = client.forward(data, "cross_entropy").result(SECONDS)
-    return output.loss_fn_outputs[0]["logprobs"].to_torch()
-
-
-def gap(client: Any, sequence: Any) -> float:
-    """The largest |trainer - sampler| over a sample's tokens, nats."""
-    trainer = forward(client, [*PROMPT, *sequence.tokens])[len(PROMPT) - 1 :]
-    return float((trainer - torch.tensor(sequence.logprobs)).abs().max())
+from serving import PROMPT, SECONDS, datum, forward, gap, sampled, tinker, types
 
 
 def test_sampled_logprobs_are_the_trainers_to_the_bit(service: Any) -> None:

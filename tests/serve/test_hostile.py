@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
-
-pytest.importorskip("tinker", reason="the client of the API; `pip install lockstep-rl[serve]`")
-
-
-def post(
-    served: Any, path: str, body: Any, *, user: str | None = "ada", **headers: str
-) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of the answer; body: bytes, or a value that is sent as JSON."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"{served.url}/api/v1/{path}", raw, headers, method="POST")
-    if user is not None:
-        request.add_header("X-API-Key", served.tokens[user])
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+from serving import post, result
 
 
 def session(served: Any, user: str = "ada") -> str:
@@ -37,13 +18,6 @@ def client(served: Any, user: str = "ada") -> str:
     body = {"session_id": session(served, user), "model_seq_id": 0, "base_model": "tiny"}
     asked = post(served, "create_model", body | {"lora_config": {"rank": 2, "seed": 1}}, user=user)[1]
     return str(result(served, asked["request_id"], user=user)["model_id"])
-
-
-def result(served: Any, request_id: str, user: str = "ada") -> dict[str, Any]:
-    while True:
-        status, answer = post(served, "retrieve_future", {"request_id": request_id}, user=user)
-        if status != 408:
-            return answer
 
 
 def step(served: Any, body: bytes) -> tuple[int, dict[str, Any]]:
@@ -147,6 +121,7 @@ def test_malformed_documents(served: Any) -> None:
         (message(model_id, 6, targets=b"\xff" * 8), "outside-vocabulary"),
         (message(model_id, 7, weights=b"\0\0\xc0\x7f"), "not-finite"),
         (message(model_id, 8, prices=bytes(4)), "unknown-name"),
+        (message(model_id, 9, target_tokens=bytes(4)), "wrong-type"),  # as float32
     ]
     for body, code in cases:
         seq_id += 1

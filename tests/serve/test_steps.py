@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
+from serving import SECONDS, equal, tinker, types, weights
 
-tinker = pytest.importorskip("tinker", reason="the client of the API; `pip install lockstep-rl[serve]`")
-types = tinker.types
-SECONDS, STEPS = 240, 20
+STEPS = 20
 ADAM = {"learning_rate": 0.003, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -48,19 +46,6 @@ def train(client: Any, steps: range) -> list[float]:
         answer = client.optim_step(types.AdamParams(**ADAM, grad_clip_norm=1.0)).result(SECONDS)
         norms.append(answer.metrics["grad_norm"])
     return norms
-
-
-def weights(served: Any, client: Any, name: str) -> dict[str, torch.Tensor]:
-    """The trained weights, from the file that a sampler reads."""
-    from safetensors.torch import load_file
-
-    client.save_weights_for_sampler(name).result(SECONDS)
-    folder = served.store.directory / "models" / client.model_id / "sampler_weights" / name
-    return load_file(folder / "weights.safetensors")
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def by_the_backend() -> tuple[dict[str, torch.Tensor], list[float]]:

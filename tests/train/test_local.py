@@ -11,8 +11,10 @@ from raising import raises
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lockstep.config.model import LoraConfig
-from lockstep.errors import ConfigError, TrainError
+from lockstep.config.model import LoraConfig, ModelConfig
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError, ModelError, TrainError
+from lockstep.models.load import load_model
 from lockstep.observe.metrics import Spans
 from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
@@ -310,6 +312,16 @@ def test_a_batch_with_nothing_to_train_is_zero(make_backend, batch, loss):
 def test_an_execution_mode_of_another_backend_is_refused(make_backend):
     with raises(ConfigError, "unsupported-combination: train.execution"):
         make_backend(execution="deepcompile")
+
+
+def test_a_model_with_experts_is_not_compiled() -> None:
+    """Neither a value model of them, which the checks of a run do not see."""
+    cpu, experts = torch.device("cpu"), ModelConfig(name="shape:tiny-qwen3-moe", dtype="float32")
+    model = load_model(experts, attention="sdpa", device=cpu, head="scalar")
+    for execution in ("compile", "joint"):
+        config = TrainConfig(backend="local", device="cpu", attention="sdpa", execution=execution)
+        with raises(ModelError, "unsupported-model: train.execution, experts"):
+            LocalBackend(config, model=model, total_steps=1)
 
 
 def test_gradients_by_name_are_copies_on_the_host(make_backend, batch, loss):

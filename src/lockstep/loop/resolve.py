@@ -4,6 +4,7 @@ manifest."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -192,7 +193,11 @@ def resolve(
     if run.train.backend == "auto":
         run = given = on_ranks(run, machine.ranks)
     run = _as_started(run, manifest)
-    run = run.with_auto_engine(native=bool(run.train.batch_invariant) or is_native(run.model.dtype, device))
+    shape = functools.cache(shape)
+    native = is_native(run.model.dtype, device)
+    if native and run.engine_name == "auto":
+        native = shape(dtype=resolve_dtype(run.model.dtype, device)).native
+    run = run.with_auto_engine(native=native or bool(run.train.batch_invariant))
     dtype = str(resolve_dtype(run.model.dtype, device)).removeprefix("torch.")
     where = {"device": machine.device, "dtype": dtype}
     attention = resolve_attention(run.train.attention, batch_invariant=run.train.batch_invariant, **where)
@@ -273,7 +278,10 @@ def _with_sizes(
         return _Sized(run=without_plan(run))
     sizes, why = shape(dtype=resolve_dtype(run.model.dtype, device)), ""
     if run.train.execution == "auto":
-        mode = resolve_execution(run, device=machine.device, parameters=sizes.parameters, ranks=ranks)
+        if sizes.compiles:
+            mode = resolve_execution(run, device=machine.device, parameters=sizes.parameters, ranks=ranks)
+        else:
+            mode = Choice(value="eager", reason="no parity test covers its architecture compiled")
         run, why = _with_train(run, execution=mode.value), mode.reason
     place = Place(gpu=machine.gpu, total_bytes=machine.total_bytes, ranks=ranks)
     kept = _kept_plan(run, place, manifest)

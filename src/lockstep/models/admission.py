@@ -20,11 +20,12 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from lockstep.errors import LockstepError, ModelError
-from lockstep.models.architectures import architecture_of, silence_transformers
-from lockstep.models.miniature import tiny_model
+from lockstep.models.architectures import SHIPPED, architecture_of, silence_transformers
+from lockstep.models.miniature import empty_module, tiny_model
 from lockstep.models.proof_rows import Gap, forward_gaps
 from lockstep.observe.files import cache_root, read_json, write_json
 from lockstep.observe.text import printable
@@ -88,7 +89,10 @@ def measured_gaps(config: PretrainedConfig, *, kind: str, ways: Ways, name: str)
     """
     try:
         with silence_transformers():
-            return _cached_gaps(tiny_model(config), kind, ways)
+            small = tiny_model(config)
+            if kind == "forward" and architecture_of(config) is None:
+                _check_parts(config, small)
+            return _cached_gaps(small, kind, ways) if _may_be_kept(config) else tuple(ways(small))
     except LockstepError:
         raise
     except Exception as error:  # whatever transformers' code or ours raises over such a config
@@ -96,6 +100,42 @@ def measured_gaps(config: PretrainedConfig, *, kind: str, ways: Ways, name: str)
             f"unsupported-model: model.name = {name!r} is not supported: a small copy of its config failed "
             f"to run ({type(error).__name__}: {printable(str(error))[:300]})"
         ) from error
+
+
+def _check_parts(config: PretrainedConfig, small: PretrainedConfig) -> None:
+    """Refuse a model with parts that its miniature lacks, such as experts from the fourth layer on: nothing
+    would be proven of them. And one whose miniature is large. Records say how such a config shrinks.
+
+    Raises:
+        ModelError: names the parts, or the size.
+    """
+    whole, part = empty_module(config), empty_module(small)
+    if (size := sum(parameter.numel() for parameter in part.parameters())) > _MOST_PARAMETERS:
+        raise ModelError(
+            f"unsupported-model: architecture {config.model_type!r} has no record in Lockstep, and the small "
+            f"copy of its config that is checked has {size:,} parameters, more than {_MOST_PARAMETERS:,}; "
+            "write a record whose `shrink` makes it small"
+        )
+    if lacking := sorted(_classes(whole) - _classes(part)):
+        raise ModelError(
+            f"unsupported-model: architecture {config.model_type!r} has no record in Lockstep, and the small "
+            f"copy of its config that is checked has no {', '.join(lacking)}; write a record whose `shrink` "
+            "keeps them"
+        )
+
+
+_MOST_PARAMETERS = 2**25
+
+
+def _classes(module: nn.Module) -> set[str]:
+    return {type(part).__name__ for part in module.modules()}
+
+
+def _may_be_kept(config: PretrainedConfig) -> bool:
+    """Whether `proof_key` covers all code of a proof: not if the model or its record come from elsewhere."""
+    record = architecture_of(config)
+    ours = record is None or record is SHIPPED.get(record.model_type)
+    return ours and type(config).__module__.startswith("transformers.")
 
 
 def proof_key(small: PretrainedConfig, kind: str) -> str:

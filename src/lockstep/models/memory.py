@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig, token_slots
-from lockstep.models.architectures import is_moe, option, text_config
+from lockstep.models.architectures import architecture_of, is_moe, kv_heads, option, text_config
 from lockstep.ops.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def module_shape(module: nn.Module) -> ModelShape:
 
     config = text_config(module)
     heads = config.num_attention_heads
+    keys = kv_heads(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    record = architecture_of(config)
     layer = [name for name, _ in module.named_parameters() if ".layers.0." in name and "norm" in name]
     on_heads = any("q_norm" in name for name in layer)
     wide = sum("q_norm" not in name and "k_norm" not in name for name in layer)
@@ -64,10 +66,10 @@ def module_shape(module: nn.Module) -> ModelShape:
         hidden=config.hidden_size,
         intermediate=_computed_width(config),
         heads=heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=keys,
         head_dim=head_dim,
         vocab=config.vocab_size,
-        norm_width=wide * config.hidden_size + on_heads * (heads + config.num_key_value_heads) * head_dim,
+        norm_width=wide * config.hidden_size + on_heads * (heads + keys) * head_dim,
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         dtype_bytes=parameters[0].element_size(),
@@ -75,6 +77,8 @@ def module_shape(module: nn.Module) -> ModelShape:
         slots=config.num_experts_per_tok if is_moe(config) else 0,
         experts=sum(p.numel() for n, p in module.named_parameters() if ".experts." in n)
         // config.num_hidden_layers,
+        native=record is not None and record.native,
+        compiles=record is not None and not is_moe(config),
     )
 
 
@@ -230,6 +234,10 @@ class ModelShape:
     """Experts of a token; 0: the model has no experts. `intermediate` is then of all of them together."""
     experts: int = 0
     """Parameters of one layer's experts, on average."""
+    native: bool = True
+    """Whether engine native can call the layers."""
+    compiles: bool = True
+    """Whether tests cover compiled execution of the architecture."""
 
     def activation_bytes_per_layer(self, *, compiled: bool = False, fused_norms: bool = False) -> int:
         """Return the bytes that one layer keeps for backward, per token.

@@ -61,6 +61,12 @@ def random_miniature(small: PretrainedConfig, *, attention: str, head: HeadKind 
     return module
 
 
+def empty_module(config: PretrainedConfig) -> nn.Module:
+    """Build a config's model on the meta device."""
+    with torch.device("meta"):
+        return shapes.empty_model(copy.deepcopy(config), dtype=torch.float32)
+
+
 def documents() -> list[list[int]]:
     """Token ids of the documents of a proof."""
     generator = torch.Generator().manual_seed(0)

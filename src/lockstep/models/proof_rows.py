@@ -185,6 +185,7 @@ def figures(
 ) -> Figures:
     """Return what the trainer's forward computes; `groups` are the packs."""
     module.zero_grad(set_to_none=True)
+    module.train()  # as in training: dropout and the like, whatever their keys in the config, show as gaps
     options = head_options(module, temperature=1.0, compiled=False)
     by_document: dict[int, Tensor] = {}
     for group in groups:

@@ -46,7 +46,20 @@ def random_model(
     Args:
         attention: name of the implementation in transformers' AttentionInterface.
     """
-    with torch.device(device), no_init_weights():
+    with torch.device(device):
+        module = empty_model(config, dtype=dtype, attention=attention, head=head)
+    module.tie_weights()
+    set_eos(module, config)
+    fill_parameters(module, None, seed=seed, config=config)
+    module.eval()
+    return module
+
+
+def empty_model(
+    config: PretrainedConfig, *, dtype: torch.dtype, attention: str = "eager", head: HeadKind = "logits"
+) -> PreTrainedModel:
+    """Build a model on torch's default device, whose Parameters are not initialised."""
+    with no_init_weights():
         module: PreTrainedModel = auto_class(head).from_config(
             config,
             dtype=dtype,
@@ -54,10 +67,6 @@ def random_model(
             # A config whose class comes with the model was read with model.trust_remote_code.
             trust_remote_code=not type(config).__module__.startswith("transformers."),
         )
-    module.tie_weights()
-    set_eos(module, config)
-    fill_parameters(module, None, seed=seed, config=config)
-    module.eval()
     return module
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.invariant.modules import InvariantLinear, converted_class
-from lockstep.models.architectures import architecture_of, causal_lm, is_moe, text_config
+from lockstep.models.architectures import architecture_of, causal_lm, is_moe, kv_heads, text_config
 from lockstep.models.architectures.record import BY_INPUTS, BY_OUTPUTS, Replicated, Split
 from lockstep.models.lora import adapter_place, is_adapter
 from lockstep.models.source import aliases
@@ -55,7 +55,7 @@ def tensor_parallel_sizes(config: Any) -> tuple[int, ...]:
     Args:
         config: its text config (transformers).
     """
-    common = math.gcd(config.num_attention_heads, config.num_key_value_heads)
+    common = math.gcd(config.num_attention_heads, kv_heads(config))
     return tuple(size for size in range(1, common + 1) if common % size == 0)
 
 
@@ -74,7 +74,7 @@ def check_tensor_parallel_size(config: Any, size: int) -> None:
     if size not in sizes:
         raise ConfigError(
             f"not-divisible: train.tp = {size} does not divide the model's {config.num_attention_heads} "
-            f"query heads and {config.num_key_value_heads} key/value heads, and a head cannot be split; "
+            f"query heads and {kv_heads(config)} key/value heads, and a head cannot be split; "
             f"sizes that work: {', '.join(map(str, sizes))}"
         )
 

@@ -87,6 +87,7 @@ class Api:
             *(self._route(path, self._post(answer)) for path, answer in posts.items()),
             *(self._route(path, self._get(answer), "GET") for path, answer in gets.items()),
             self._route(checkpoint, self._delete_checkpoint, "DELETE"),
+            self._route("sessions/{session}/finish", self._finish),
             self._route("retrieve_future", self._retrieve),
         ]
 
@@ -182,6 +183,10 @@ class Api:
     def _list_checkpoints(self, request: Request, user: str) -> Any:
         found = self._service.store.of_model(request.path_params["model"], owner=user)
         return {"checkpoints": [_described(one) for one in found]}
+
+    async def _finish(self, request: Request, user: str, body: bytes) -> Response:
+        self._service.finish_session(request.path_params["session"], user)
+        return Response(status_code=204)
 
     async def _delete_checkpoint(self, request: Request, user: str, body: bytes) -> Response:
         path = "tinker://{model}/{kind}/{name}".format(**request.path_params)

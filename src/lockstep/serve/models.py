@@ -24,7 +24,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.native.engine import NativeEngine
-from lockstep.errors import DataError
+from lockstep.engine.spec import admit_decoding
 from lockstep.models.architectures import causal_lm
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.lora import add_lora
@@ -112,7 +112,8 @@ class BaseModel:
         folder: whatever model.name takes.
 
     Raises:
-        ModelError, ConfigError: see `load_model`.
+        ModelError, ConfigError: see `load_model`; or the model has no batch-invariant form, or engine native
+            cannot decode it.
     """
 
     def __init__(self, name: str, folder: str, *, device: torch.device, dtype: str = "auto") -> None:
@@ -131,6 +132,9 @@ class BaseModel:
             execution="eager",
             batch_invariant=True,
         )
+        # What a run checks before it begins. Otherwise the first request of each client would fail.
+        admit_decoding("native", self.loaded)
+        self.copy(None)
 
     def copy(self, spec: AdapterSpec | None, *, own: bool = False, trains: bool = False) -> LoadedModel:
         """Return a batch-invariant copy of the model.
@@ -253,18 +257,10 @@ class Sampler:
         """Sample from these weights from now on.
 
         Args:
-            written: when; a file of the same name may have other weights.
-
-        Raises:
-            DataError: they were deleted.
+            written: when; a file of the same name may have had other weights.
         """
         if (weights, written) == self._active:
             return
-        if not weights.is_file():
-            raise DataError(
-                "no-such-file: the weights of this sampling session are no longer kept; "
-                "save_weights_for_sampler with a name keeps them"
-            )
         tensors = load_file(weights)
         head_a, head_b = (_pop(tensors, ending) for ending in (_HEAD_A, _HEAD_B))
         copy_named(dict(self._module.named_parameters()), tensors, whole=False)

@@ -36,12 +36,15 @@ from lockstep.serve.models import (
     document,
 )
 from lockstep.serve.store import WEIGHTS, About, Checkpoint, Store, checked_name
-from lockstep.serve.work import Answer, Job, Worker
+from lockstep.serve.work import Answer, Busy, Job, Worker
 
 MOST_CLIENTS = 64
 """Training clients whose adapters and optimizer states are in memory."""
 MOST_SAMPLERS = 8
 """Modules with an engine, one for each shape of adapters that was sampled with lately."""
+MOST_SESSIONS = 10_000
+IDLE_SECONDS = 900.0
+"""Sessions that nobody has used for so long make room for others; clients ask every 10 s."""
 _TTL = (3600, 10 * 366 * 86400)
 
 
@@ -87,6 +90,7 @@ class Session:
     user: str
     clients: dict[str, Client] = field(default_factory=dict)
     samplings: dict[str, Sampling] = field(default_factory=dict)
+    used: float = field(default_factory=time.monotonic)
 
 
 class Service:
@@ -117,6 +121,11 @@ class Service:
         }
 
     def create_session(self, user: str) -> Session:
+        """Raises Busy."""
+        if len(self._sessions) >= MOST_SESSIONS:
+            self._drop_idle()
+        if len(self._sessions) >= MOST_SESSIONS:
+            raise Busy(f"too-large: the server has {MOST_SESSIONS} sessions, as many as it keeps")
         session = Session(f"s-{secrets.token_hex(16)}", user)
         self._sessions[session.id] = session
         return session
@@ -129,7 +138,17 @@ class Service:
                 f"unknown-name: there is no session {session_id[:80]!r}; after a restart of the server, make "
                 "a new ServiceClient and start from the last saved state"
             )
+        found.used = time.monotonic()
         return found
+
+    def finish_session(self, session_id: str, user: str) -> None:
+        """Forget a session and its clients, which go when their last request has run. Raises Gone."""
+        del self._sessions[self.session(session_id, user).id]
+
+    def _drop_idle(self) -> None:
+        since = time.monotonic() - IDLE_SECONDS
+        for session in [one for one in self._sessions.values() if one.used < since]:
+            del self._sessions[session.id]
 
     def client(self, model_id: str, user: str) -> Client:
         """Raises DataError: unknown, or somebody else's."""
@@ -146,11 +165,12 @@ class Service:
     def _of_session(self, item_id: str, user: str, kind: str) -> Client | Sampling:
         session = self._sessions.get(item_id.partition(":")[0])
         found = None if session is None or session.user != user else getattr(session, kind).get(item_id)
-        if found is None:
+        if session is None or found is None:
             raise Gone(
                 f"unknown-name: there is no {kind[:-1]} {item_id[:80]!r}; after a restart of the server, "
                 "start from the last saved state (create_training_client_from_state_with_optimizer)"
             )
+        session.used = time.monotonic()
         client: Client | Sampling = found
         return client
 
@@ -164,13 +184,17 @@ class Service:
         client = self._new_client(session, request.model_seq_id, base, self._spec(request.lora_config))
         if client.id in session.clients:
             return _creation(client.id)
-        session.clients[client.id] = client
 
         def run() -> Answer:
             client.model = TrainingModel(client.base, client.spec)
             return _json({"model_id": client.id, "type": "create_model"})
 
-        return self._queue(Job(_creation(client.id), client.id, run))
+        return self._create(session, client, run)
+
+    def _create(self, session: Session, client: Client, run: Callable[[], Answer]) -> str:
+        request_id = self._queue(Job(_creation(client.id), client.id, run))
+        session.clients[client.id] = client  # only now: a client that was not queued is not there
+        return request_id
 
     def _base(self, name: str) -> BaseModel:
         if name not in self.bases:
@@ -183,10 +207,17 @@ class Service:
         if not 0 <= number < 10**9:
             raise DataError(f"out-of-range: model_seq_id = {number}")
         client = Client(f"{session.id}:train:{number}", session.user, base, spec)
-        count = sum(len(other.clients) for other in self._sessions.values())
-        if client.id not in session.clients and count >= MOST_CLIENTS:
-            raise DataError(f"too-large: the server has {count} training clients, as many as it keeps")
+        if client.id not in session.clients and self._num_clients() >= MOST_CLIENTS:
+            self._drop_idle()
+            if (count := self._num_clients()) >= MOST_CLIENTS:
+                raise DataError(
+                    f"too-large: the server has {count} training clients, as many as it keeps; close the "
+                    "ServiceClients that are done"
+                )
         return client
+
+    def _num_clients(self) -> int:
+        return sum(len(session.clients) for session in self._sessions.values())
 
     def _spec(self, config: types.LoraConfig | None) -> AdapterSpec | None:
         if config is None:
@@ -238,7 +269,7 @@ class Service:
             logprobs, metrics = model.forward_backward(datums, loss)
             return Answer(wire.train_response(logprobs, metrics), protobuf=True)
 
-        return self._step(request.model_id, request.seq_id, user, run)
+        return self._step(request.model_id, request.seq_id, user, run, size=request.size)
 
     def optim_step(self, request: types.OptimStepRequest, user: str) -> str:
         """Queue an optimizer step; returns the request id."""
@@ -252,7 +283,13 @@ class Service:
         return self._step(request.model_id, request.seq_id, user, run)
 
     def _step(
-        self, model_id: str, seq_id: int | None, user: str, run: Callable[[TrainingModel], Answer]
+        self,
+        model_id: str,
+        seq_id: int | None,
+        user: str,
+        run: Callable[[TrainingModel], Answer],
+        *,
+        size: int = 0,
     ) -> str:
         """Queue the next request of a training client. A request that was sent again is not executed again:
         it has the id of the first."""
@@ -276,7 +313,7 @@ class Service:
                 raise DataError(f"wrong-state: {client.id} could not be made; see its first request")
             return run(client.model)
 
-        self._queue(Job(request_id, client.id, checked))
+        self._queue(Job(request_id, client.id, checked, size=size))
         client.last_seq = seq_id
         return request_id
 
@@ -311,7 +348,7 @@ class Service:
         number = request.sampling_session_seq_id
         if name is None and number is None:
             raise DataError("missing-field: path or sampling_session_seq_id is needed")
-        about = self._about(client, request)
+        about, session = self._about(client, request), self._sessions[client.id.partition(":")[0]]
 
         def run(model: TrainingModel) -> Answer:
             saved = self.store.write(
@@ -323,7 +360,6 @@ class Service:
             )
             if name is not None:
                 return _json({"path": saved.path, "type": "save_weights_for_sampler"})
-            session = self._sessions[client.id.partition(":")[0]]
             sampling = Sampling(f"{session.id}:sample:{number}", user, client.base, saved)
             session.samplings[sampling.id] = sampling
             return _json({"sampling_session_id": sampling.id, "type": "save_weights_for_sampler"})
@@ -369,10 +405,7 @@ class Service:
         client = self._new_client(session, request.model_seq_id, base, spec)
         if client.id in session.clients:
             return _creation(client.id)
-        session.clients[client.id] = client
-        return self._queue(
-            Job(_creation(client.id), client.id, self._loading(client, saved, optimizer=request.optimizer))
-        )
+        return self._create(session, client, self._loading(client, saved, optimizer=request.optimizer))
 
     def _loading(self, client: Client, saved: Checkpoint, *, optimizer: bool) -> Callable[[], Answer]:
         def run() -> Answer:
@@ -420,14 +453,21 @@ class Service:
         request = dataclasses.replace(
             request, sampling=dataclasses.replace(request.sampling, max_tokens=limit)
         )
-        self._queue(Job(request_id, sampling.id, batch=_kind(sampling), payload=(sampling, request)))
+        payload = (sampling, request)
+        self._queue(Job(request_id, sampling.id, batch=_kind(sampling), payload=payload, size=request.size))
         return request_id, sequence_ids
 
     def _sample_together(self, jobs: Sequence[Job]) -> list[Answer | LockstepError]:
         """Sample the requests of one sampling session, or of sessions with the same weights."""
         sampling: Sampling = jobs[0].payload[0]
+        saved = sampling.checkpoint
+        if saved is not None and not self.store.has(saved):
+            raise DataError(
+                "no-such-file: the weights of this sampling session are no longer kept; "
+                "save_weights_for_sampler with a name keeps them"
+            )
         sampler = self._sampler(sampling)
-        if (saved := sampling.checkpoint) is not None:
+        if saved is not None:
             sampler.activate(saved.folder / WEIGHTS, written=saved.about.time)
         requests: list[wire.SampleRequest] = [job.payload[1] for job in jobs]
         groups = sampler.generate(
@@ -464,8 +504,9 @@ class Service:
         """Return a request of this user by its id. Raises Gone."""
         session = self._sessions.get(request_id.partition(":")[0])
         found = None if session is None or session.user != user else self.worker.find(request_id)
-        if found is None:
+        if session is None or found is None:
             raise Gone(f"unknown-name: there is no request {request_id[:120]!r}, or no longer")
+        session.used = time.monotonic()
         return found
 
 
@@ -523,7 +564,8 @@ def _shape(spec: AdapterSpec | None) -> AdapterSpec | None:
 
 def _kind(sampling: Sampling) -> str:
     """Requests with the same weights may be sampled together."""
-    return f"{sampling.base.name} {'' if sampling.checkpoint is None else sampling.checkpoint.path}"
+    saved = sampling.checkpoint
+    return sampling.base.name if saved is None else f"{sampling.base.name} {saved.path} {saved.about.time}"
 
 
 def _creation(client_id: str) -> str:

@@ -120,7 +120,8 @@ class Store:
         unnamed = name is None
         name = f"{_EPHEMERAL}{time.time_ns():020d}" if name is None else checked_name(name)
         folder = parent / name
-        if folder.exists() and not overwrite:
+        there = _about(folder)
+        if there is not None and not there.expired and not overwrite:
             raise DataError(f"already-exists: {model_id} has {kind}/{name}; take another name", name=name)
         building = parent / f".{secrets.token_hex(8)}"
         building.mkdir()
@@ -158,6 +159,10 @@ class Store:
         if about is None or about.owner != owner or about.expired:
             raise missing
         return Checkpoint(match[1], kind, match[3], folder, about)
+
+    def has(self, saved: Checkpoint) -> bool:
+        """Whether a checkpoint is still there, and not another one of its name."""
+        return _about(saved.folder) == saved.about
 
     def of_model(self, model_id: str, *, owner: str) -> list[Checkpoint]:
         """Return a model's named checkpoints that `owner` may see, oldest first."""

@@ -61,6 +61,8 @@ class TrainRequest:
     config: Mapping[str, float | str]
     datums: Sequence[Any]
     """As they came; `datums_of` checks them."""
+    size: int
+    """Bytes of the request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +78,8 @@ class SampleRequest:
     """max_tokens 0: as many as the context has room for."""
     prompt_logprobs: int
     """How many of the prompt's last tokens are scored; 0: none, -1: all."""
+    size: int
+    """Bytes of the request."""
 
 
 def parse(kind: type[Message], body: bytes) -> Message:
@@ -114,6 +118,7 @@ def train_request(body: bytes) -> TrainRequest:
         loss_fn=message.loss_fn,
         config=config,
         datums=message.data,
+        size=len(body),
     )
 
 
@@ -168,8 +173,10 @@ def _datum(datum: Any, where: str, takes: tuple[str, ...], *, vocab_size: int, m
                 "send one dense row",
                 field=name,
             )
-        if tensor.dtype not in _DTYPES:
-            raise DataError(f"wrong-type: {where}: {name} must be float32 or int64", field=name)
+        whole = name == "target_tokens"
+        if tensor.dtype not in _DTYPES or (whole and tensor.dtype == pb.DTYPE_FLOAT32):
+            kinds = "int64" if whole else "float32 or int64"
+            raise DataError(f"wrong-type: {where}: {name} must be {kinds}", field=name)
         arrays[name] = _numbers(tensor.dense, _DTYPES[tensor.dtype], f"{where}: {name}")
         if len(arrays[name]) != len(inputs):
             raise DataError(
@@ -247,6 +254,7 @@ def sample_request(body: bytes) -> SampleRequest:
         seed=request.sampling_params.seed,
         sampling=_sampling(request.sampling_params),
         prompt_logprobs=scored,
+        size=len(body),
     )
 
 

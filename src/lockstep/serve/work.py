@@ -14,8 +14,8 @@ from typing import Any
 from lockstep.errors import DataError, LockstepError
 
 log = logging.getLogger(__name__)
-MOST_WAITING = 10_000
-"""Requests that may wait for the worker; more are refused for now."""
+MOST_WAITING, MOST_WAITING_BYTES = 10_000, 2**30
+"""Requests that may wait for the worker, and the size of their bodies; more are refused for now."""
 MOST_KEPT, MOST_KEPT_BYTES = 50_000, 2**30
 """Results that are kept for clients that ask again."""
 
@@ -43,6 +43,8 @@ class Job:
     batch: str | None = None
     """Jobs with the same batch may run together, by `Worker.run_batch`."""
     payload: Any = None
+    size: int = 0
+    """Bytes of the request."""
     future: Future[Answer] = field(default_factory=Future)
 
 
@@ -60,7 +62,7 @@ class Worker:
         self._run_batch, self._most = run_batch, most_together
         self._lanes: OrderedDict[str, deque[Job]] = OrderedDict()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._waiting = self._kept_bytes = 0
+        self._waiting = self._waiting_bytes = self._kept_bytes = 0
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="serve-worker", daemon=True)
@@ -78,11 +80,12 @@ class Worker:
         with self._changed:
             if self._closed:
                 raise Busy("wrong-state: the server ends")
-            if self._waiting >= MOST_WAITING:
+            if self._waiting >= MOST_WAITING or self._waiting_bytes + job.size > MOST_WAITING_BYTES:
                 raise Busy(f"too-large: {self._waiting} requests are waiting; try again later")
             self._jobs[job.id] = job
             self._lanes.setdefault(job.lane, deque()).append(job)
             self._waiting += 1
+            self._waiting_bytes += job.size
             self._changed.notify_all()
 
     def close(self, *, seconds: float = 60.0) -> None:
@@ -115,6 +118,7 @@ class Worker:
         if lane:  # to the end: the other lanes come first
             self._lanes[name] = lane
         self._waiting -= 1
+        self._waiting_bytes -= job.size
         return job
 
     def _work(self) -> None:
@@ -126,6 +130,7 @@ class Worker:
                     job.future.set_result(result)
                 else:
                     job.future.set_exception(result)
+                job.run = job.payload = None  # the job is kept for its result, not for what was sent
                 self._keep(job, result)
             log.info("%s x %d: %.3f s", jobs[0].id, len(jobs), time.monotonic() - started)
 

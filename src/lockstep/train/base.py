@@ -22,7 +22,7 @@ from lockstep.config.rules import refuse
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.execution import CompileWatch, compile_blocks, install_joint, joint_of
-from lockstep.models.architectures import architecture_of, causal_lm, text_config
+from lockstep.models.architectures import architecture_of, causal_lm, is_moe, text_config
 from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
@@ -58,6 +58,7 @@ class Backend:
         spans: Spans | None,
         device: torch.device,
     ) -> None:
+        _check_compiles(model.module, config.execution)
         self.config, self.model, self.total_steps = config, model, total_steps
         self.module = model.module.eval()
         self.spans = spans or Spans()
@@ -381,6 +382,24 @@ def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -
 # The execution modes `compile` and `joint` of a train backend's modules.
 
 
+def _check_compiles(module: nn.Module, execution: str) -> None:
+    """Refuse to compile what no test covers, of a policy or a value model.
+
+    Raises:
+        ModelError: the architecture has no record, or experts.
+    """
+    if execution in ("auto", "eager"):
+        return
+    config = text_config(module)
+    unknown = architecture_of(config) is None
+    if unknown or is_moe(config):
+        raise ModelError(
+            f"unsupported-model: train.execution = {execution!r}: {type(module).__name__} has "
+            f"{'no record in Lockstep' if unknown else 'experts'}, and such models train eager; set "
+            "train.execution = 'eager'"
+        )
+
+
 def compile_module(
     module: nn.Module, config: TrainConfig, *, like: nn.Module | None = None
 ) -> CompileWatch | None:
@@ -395,15 +414,10 @@ def compile_module(
 
     Raises:
         ConfigError: its layers are compiled already, or the mode does not support a setting.
-        ModelError: the module has no list of decoder layers, or its architecture has no record.
+        ModelError: the module has no list of decoder layers.
     """
     if config.execution == "eager":
         return None
-    if architecture_of(text_config(module)) is None:
-        raise ModelError(
-            f"unsupported-model: train.execution = {config.execution!r}: {type(module).__name__} has no "
-            "record in Lockstep, and such models train eager; set train.execution = 'eager'"
-        )
     options = compile_options(module)
     if config.execution == "compile":
         return compile_blocks(module, max_recompiles=config.max_recompiles, options=options)

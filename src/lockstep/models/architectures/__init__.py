@@ -5,6 +5,7 @@ from lockstep.models.architectures.checks import (
     check_rope,
     foreign_options,
     is_moe,
+    kv_heads,
     layer_windows,
     option,
     rope_parameters,
@@ -19,6 +20,7 @@ from lockstep.models.architectures.modules import (
 from lockstep.models.architectures.record import Architecture, Replicated, Split
 from lockstep.models.architectures.registry import (
     ARCHITECTURES,
+    SHIPPED,
     architecture_of,
     register,
     register_all,
@@ -26,6 +28,7 @@ from lockstep.models.architectures.registry import (
 
 __all__ = [
     "ARCHITECTURES",
+    "SHIPPED",
     "Architecture",
     "Replicated",
     "Split",
@@ -37,6 +40,7 @@ __all__ = [
     "foreign_options",
     "hf_config",
     "is_moe",
+    "kv_heads",
     "layer_windows",
     "option",
     "register",

@@ -50,6 +50,11 @@ def check_architecture(config: Any) -> None:
         )
     _check_options(config)
     check_rope(config)
+    if option(config, "output_router_logits"):
+        log.warning(
+            "config.json has output_router_logits = true, which in transformers adds an auxiliary loss of "
+            "the router; Lockstep has none, and trains without it"
+        )
     if unread := foreign_options(config):
         log.warning(
             "config.json has %s, which architecture %s does not read; it is ignored, as in transformers",
@@ -73,9 +78,10 @@ def _check_options(config: Any) -> None:
         raise _unsupported("use_bidirectional_attention", "attention here is causal")
     if not option(config, "is_causal", True):
         raise _unsupported("is_causal = false", "attention here is causal")
-    if noise := option(config, "router_jitter_noise"):
-        why = "a run samples and trains with the same router, without noise; set it to 0.0"
-        raise _unsupported(f"router_jitter_noise = {noise}", why)
+    for name in sorted(key for key in reads_of(config) if "jitter" in key or key.endswith("layerdrop")):
+        if noise := getattr(config, name, None):
+            why = "a run samples and trains with the same model, without noise; set it to 0.0"
+            raise _unsupported(f"{name} = {noise}", why)
     kinds = option(config, "layer_types") or ()
     if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
         raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(_LAYER_KINDS)}")
@@ -158,6 +164,11 @@ def _read_of_config(node: ast.AST) -> str | None:
 def option(config: Any, name: str, default: Any = None) -> Any:
     """A value of config.json, if the modelling code of its architecture reads it; else `default`."""
     return getattr(config, name, default) if name in reads_of(config) | _SHARED else default
+
+
+def kv_heads(config: Any) -> int:
+    """Return the number of key/value heads of a text config; older families have one for each query head."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def is_moe(config: Any) -> bool:

@@ -16,6 +16,8 @@ ENTRY_POINTS = "lockstep.architectures"
 
 ARCHITECTURES: dict[str, Architecture] = {}
 """model_type -> record."""
+SHIPPED: dict[str, Architecture] = {}
+"""Those that come with Lockstep."""
 
 
 def register(record: Architecture) -> None:
@@ -40,5 +42,6 @@ def register_all() -> None:
         module = importlib.import_module(f"{__package__}.{file.name}")
         if hasattr(module, "ARCHITECTURE"):
             register(module.ARCHITECTURE)
+    SHIPPED.update(ARCHITECTURES)
     for entry in entry_points(group=ENTRY_POINTS):
         register(entry.load())

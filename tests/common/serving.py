@@ -1,0 +1,77 @@
+"""The real `tinker` client against a server, and plain requests to it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+import torch
+
+tinker = pytest.importorskip("tinker", reason="the client of the API; `pip install lockstep-rl[serve]`")
+types = tinker.types
+PROMPT = [5, 6, 7, 8, 9]
+SECONDS = 240
+
+
+def datum(tokens: list[int], **floats: list[float]) -> Any:
+    """A document whose targets are its next tokens."""
+    inputs = {"target_tokens": types.TensorData(data=tokens[1:], dtype="int64", shape=[len(tokens) - 1])}
+    for name, values in floats.items():
+        inputs[name] = types.TensorData(data=values, dtype="float32", shape=[len(values)])
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def sampled(sampler: Any, *, n: int = 2, **params: Any) -> Any:
+    request = types.SamplingParams(**{"max_tokens": 8, "seed": 3, **params})
+    return sampler.sample(types.ModelInput.from_ints(PROMPT), n, request).result(SECONDS)
+
+
+def forward(client: Any, tokens: list[int]) -> torch.Tensor:
+    """The logprobs of all tokens but the first, by the trainer."""
+    data = [datum(tokens, weights=[0.0] * (len(tokens) - 1))]
+    output = client.forward(data, "cross_entropy").result(SECONDS)
+    return output.loss_fn_outputs[0]["logprobs"].to_torch()
+
+
+def gap(client: Any, sequence: Any) -> float:
+    """The largest |trainer - sampler| over a sample's tokens, nats."""
+    trainer = forward(client, [*PROMPT, *sequence.tokens])[len(PROMPT) - 1 :]
+    return float((trainer - torch.tensor(sequence.logprobs)).abs().max())
+
+
+def post(
+    served: Any, path: str, body: Any, *, user: str | None = "ada", **headers: str
+) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of the answer; body: bytes, or a value that is sent as JSON."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{served.url}/api/v1/{path}", raw, headers, method="POST")
+    if user is not None:
+        request.add_header("X-API-Key", served.tokens[user])
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def result(served: Any, request_id: str, user: str = "ada") -> dict[str, Any]:
+    while True:
+        status, answer = post(served, "retrieve_future", {"request_id": request_id}, user=user)
+        if status != 408:
+            return answer
+
+
+def weights(served: Any, client: Any, name: str) -> dict[str, torch.Tensor]:
+    """The trained weights, from the file that a sampler reads."""
+    from safetensors.torch import load_file
+
+    client.save_weights_for_sampler(name).result(SECONDS)
+    folder = served.store.directory / "models" / client.model_id / "sampler_weights" / name
+    return load_file(folder / "weights.safetensors")
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,193 @@
+"""What the table of docs/how-to/serve.md says is served by the real client, and what is kept in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from raising import raises
+from serving import (
+    PROMPT,
+    SECONDS,
+    datum,
+    equal,
+    forward,
+    gap,
+    post,
+    result,
+    sampled,
+    tinker,
+    types,
+    weights,
+)
+
+from lockstep.errors import DataError, ModelError
+from lockstep.serve import service as services
+from lockstep.serve import work
+from lockstep.serve.models import BaseModel
+from lockstep.serve.service import Gone, Service
+from lockstep.serve.work import Answer, Busy, Job, Worker
+
+ADAM = types.AdamParams(learning_rate=0.01)
+
+
+def test_all_weights_are_trained_and_sampled(served: Any, service: Any) -> None:
+    """The client itself asks for adapters only."""
+    session = service.holder.get_session_id()
+    body = {"session_id": session, "model_seq_id": 1000, "base_model": "tiny"}
+    created = result(served, post(served, "create_model", body)[1]["request_id"])
+    info = types.GetInfoResponse(**post(served, "get_info", {"model_id": created["model_id"]})[1])
+    client = tinker.TrainingClient(service.holder, 1000, created["model_id"], info=info)
+    before = weights(served, client, "before")
+    assert not info.is_lora and any(name.endswith("embed_tokens.weight") for name in before)
+    base = sampled(service.create_sampling_client(base_model="tiny").result(), n=1).sequences[0]
+    assert gap(client, base) == 0.0
+    client.forward_backward([datum(PROMPT, weights=[1.0] * 4)], "cross_entropy")
+    client.optim_step(ADAM).result(SECONDS)
+    after = weights(served, client, "after")
+    assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    path = f"tinker://{client.model_id}/sampler_weights/after"
+    sequence = sampled(service.create_sampling_client(model_path=path).result(), n=1).sequences[0]
+    assert gap(client, sequence) == 0.0 and sequence.logprobs != base.logprobs
+    saved = client.save_state("all").result(SECONDS).path
+    client.load_state(saved).result(SECONDS)
+    assert equal(weights(served, client, "loaded"), after)
+
+
+def test_a_custom_loss_is_the_loss_that_it_computes(served: Any, service: Any) -> None:
+    custom, plain = (service.create_lora_training_client("tiny", rank=2, seed=1).result() for _ in range(2))
+    data, scale = [datum(PROMPT), datum([*PROMPT, 30])], torch.tensor([1.0, 2.0])
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        total = -(torch.stack([one.sum() for one in logprobs]) * scale).sum()
+        return total, {"mine": float(total.detach())}
+
+    metrics = custom.forward_backward_custom(data, loss).result(SECONDS).metrics
+    weighted = [datum(PROMPT, weights=[1.0] * 4), datum([*PROMPT, 30], weights=[2.0] * 5)]
+    expected = plain.forward_backward(weighted, "cross_entropy").result(SECONDS).metrics
+    assert metrics["mine"] == pytest.approx(expected["loss:sum"], rel=1e-6)
+    for client in (custom, plain):
+        client.optim_step(ADAM).result(SECONDS)
+    assert equal(weights(served, custom, "custom"), weights(served, plain, "plain"))
+
+
+def test_top_p_draws_from_the_likeliest(service: Any) -> None:
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    greedy = sampled(sampler, n=1, temperature=0.0).sequences[0]
+    narrow = sampled(sampler, n=1, top_p=1e-6).sequences[0]
+    wide = sampled(sampler, n=1, top_p=0.9).sequences[0]
+    assert narrow.tokens == greedy.tokens != wide.tokens
+    assert gap(client, narrow) == gap(client, wide) == 0.0  # of the whole distribution
+
+
+def test_the_last_logprobs_of_a_prompt(service: Any) -> None:
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    last = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT), prompt_logprobs_last_n=2).result(
+        SECONDS
+    )
+    assert last[:3] == [None] * 3
+    assert torch.equal(torch.tensor(last[3:]), forward(client, PROMPT)[2:])
+
+
+def test_stop_strings(served: Any, service: Any) -> None:
+    sampler = service.create_sampling_client(base_model="worded").result()
+    tokenizer = served.bases[1].loaded.tokenizer
+    whole = sampled(sampler, n=1, max_tokens=24, stop=[])
+    tokens = whole.sequences[0].tokens
+    at, stop = next(
+        (at, text)
+        for at, token in enumerate(tokens)
+        if at > 1 and (text := tokenizer.decode([token])).isascii() and text.strip() and token > 16
+    )
+    first = next(n for n in range(1, len(tokens) + 1) if stop in tokenizer.decode(tokens[:n]))
+    ended = sampled(sampler, n=1, max_tokens=24, stop=stop).sequences[0]
+    assert first <= at + 1 and (ended.tokens, ended.stop_reason) == (tokens[:first], "stop")
+    without = service.create_sampling_client(base_model="tiny").result()
+    with pytest.raises(tinker.RequestFailedError, match="no-tokenizer"):
+        sampled(without, n=1, stop=stop)
+
+
+def test_a_model_that_cannot_be_served_is_refused_at_the_start() -> None:
+    with raises(ModelError, "not-batch-invariant: no row-invariant form"):
+        BaseModel("phi", "shape:tiny-phi3", device=torch.device("cpu"), dtype="float32")
+
+
+def test_a_closed_client_frees_what_it_had(served: Any) -> None:
+    with tinker.ServiceClient(base_url=served.url, api_key=served.tokens["ada"]) as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        path = client.save_weights_for_sampler("kept").result(SECONDS).path
+    assert post(served, "get_info", {"model_id": client.model_id})[0] == 404
+    later = tinker.ServiceClient(base_url=served.url, api_key=served.tokens["ada"])
+    assert sampled(later.create_sampling_client(model_path=path).result(), n=1).sequences[0].tokens
+
+
+def test_a_sampling_session_never_gets_other_weights(service: Any) -> None:
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    path = client.save_weights_for_sampler("again").result(SECONDS).path
+    old = service.create_sampling_client(model_path=path).result()
+    service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+    client.forward_backward([datum(PROMPT, weights=[1.0] * 4)], "cross_entropy")
+    client.optim_step(ADAM)
+    client.save_weights_for_sampler("again").result(SECONDS)
+    new = service.create_sampling_client(model_path=path).result()
+    assert gap(client, sampled(new, n=1).sequences[0]) == 0.0
+    with pytest.raises(tinker.RequestFailedError, match="no longer kept"):
+        sampled(old, n=1)
+
+
+def test_a_client_that_found_no_room_can_ask_again(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = post(served, "create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})[1]
+    body = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "tiny"}
+    body |= {"lora_config": {"rank": 2, "seed": 1}}
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "MOST_WAITING", 0)
+        assert post(served, "create_model", body)[0] == 429
+    created = result(served, post(served, "create_model", body)[1]["request_id"])
+    assert created["model_id"].endswith(":train:0")
+
+
+def test_sessions_that_nobody_uses_make_room(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "MOST_CLIENTS", 1)
+    service = Service(served.bases, served.store)
+
+    def create(session: Any) -> None:
+        adapters = types.LoraConfig(rank=2, seed=1)
+        request = types.CreateModelRequest(
+            session_id=session.id, model_seq_id=0, base_model="tiny", lora_config=adapters
+        )
+        service.create_model(request, "ada")
+
+    first, second = service.create_session("ada"), service.create_session("ada")
+    create(first)
+    with raises(DataError, "too-large: 1 training clients"):
+        create(second)
+    first.used -= services.IDLE_SECONDS + 1
+    create(second)
+    with raises(Gone, "unknown-name: there is no session"):
+        service.session(first.id, "ada")
+    monkeypatch.setattr(services, "MOST_SESSIONS", 1)
+    with raises(Busy, "too-large: 1 sessions"):
+        service.create_session("ada")
+
+
+def test_requests_are_limited_in_bytes_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "MOST_WAITING_BYTES", 100)
+    worker = Worker(lambda jobs: [Answer(b"")] * len(jobs), most_together=2)
+    jobs = [
+        Job("a", "lane", run=lambda: Answer(b"a"), size=60),
+        Job("b", "lane", batch="b", payload=1, size=40),
+    ]
+    for job in jobs:
+        worker.submit(job)
+    with raises(Busy, "too-large: 2 requests are waiting"):
+        worker.submit(Job("c", "lane", run=lambda: Answer(b"c"), size=1))
+    worker.start()
+    assert [job.future.result(60).body for job in jobs] == [b"a", b""]
+    worker.submit(Job("d", "lane", run=lambda: Answer(b"d"), size=100))
+    kept = worker.find("d")
+    assert kept is not None and kept.future.result(60).body == b"d"
+    worker.close()
+    assert all(job.run is None and job.payload is None for job in [*jobs, kept])
