@@ -37,7 +37,7 @@ from lockstep.cluster.jobs import packed
 from lockstep.cluster.rank_host import staying, travelling
 from lockstep.cluster.ray import check_token
 from lockstep.config.load import RUN_KINDS, load_run
-from lockstep.config.model import _FUSED, LINEAR, ModelConfig
+from lockstep.config.model import _OTHERS, LINEAR, ModelConfig
 from lockstep.config.problems import OTHER_NAMES, ours, tables
 from lockstep.data.sources import missing_column
 from lockstep.errors import (
@@ -108,7 +108,7 @@ def test_all_linear_is_what_transformers_has(model_type: str) -> None:
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(config)
     linear = {path for path, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
-    assert {path.rpartition(".")[2] for path in linear} - {"lm_head"} <= {*LINEAR, *_FUSED}
+    assert {path.rpartition(".")[2] for path in linear} - {"lm_head"} <= {*LINEAR, *_OTHERS}
 
 
 # end of 14

@@ -38,11 +38,11 @@ def run(module):
 
 
 def test_the_architectures_are_known():
-    assert set(CONFIGS) == set(LAYERS) <= set(ARCHITECTURES)
+    assert set(LAYERS) < set(CONFIGS) <= set(ARCHITECTURES)  # test_experts.py converts the others
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("name", sorted(LAYERS))
 def test_convert(name, dtype):
     module = tiny(name, dtype)
     before = run(module).detach()

@@ -12,8 +12,11 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear modules in the layers of most architectures."""
-_FUSED = ("qkv_proj", "gate_up_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-"""Those of others (Phi 3, GLM 4, GPT-NeoX), which have some of these in place of the above."""
+_OTHERS = (
+    *("qkv_proj", "gate_up_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "shared_expert_gate",
+)
+"""Those of others (Phi 3, GLM 4, GPT-NeoX, Qwen2-MoE)."""
 ALL_LINEAR = "all-linear"
 _ELSEWHERE = f"choose from {', '.join(LINEAR)}, or set {ALL_LINEAR!r} for all of these"
 _NOT_ADAPTED = {
@@ -55,7 +58,7 @@ class LoraConfig(Config):
             )
         # Checked here, before anything is loaded; whether the model has them, `check_targets` finds out.
         for target in targets:
-            if (name := target.rpartition(".")[2]) not in (*LINEAR, *_FUSED):
+            if (name := target.rpartition(".")[2]) not in (*LINEAR, *_OTHERS):
                 why = _NOT_ADAPTED.get(name) or unknown_name("linear module", target, (*LINEAR, ALL_LINEAR))
                 raise ConfigError(why, code="unknown-name", setting="target_modules")
         return targets

@@ -93,7 +93,7 @@ def fill(name: str, parameter: Tensor, *, seed: int, config: PretrainedConfig) -
     # Not hash(): Python salts that of strings in each process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    if "norm" in name and parameter.ndim == 1:
+    if "norm" in name:
         # Gemma multiplies by 1 + weight, everybody else by weight.
         record = architecture_of(config)
         centre = 1.0 if record is None else record.norm_centre
