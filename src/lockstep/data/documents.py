@@ -41,8 +41,7 @@ class Conversation:
 
     messages: list[Message]
     prompt: int = 0
-    """Messages that come before the answer: nothing of them is trained on. 0: every assistant turn is an
-    answer."""
+    """Messages before the answer, which are not trained on. 0: every assistant turn is an answer."""
 
 
 Content = tuple[str, str] | Conversation

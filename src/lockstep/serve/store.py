@@ -129,9 +129,12 @@ class Store:
             fill(building)
             write_json(building / _ABOUT, asdict(about))
             sync_folder(building)
-            if folder.exists():
-                shutil.rmtree(folder)
+            replaced = None
+            if folder.exists():  # set aside, not removed: a crash here must not lose both
+                replaced = folder.rename(parent / f".{secrets.token_hex(8)}")
             building.rename(folder)
+            if replaced is not None:
+                shutil.rmtree(replaced)
         except BaseException as error:
             shutil.rmtree(building, ignore_errors=True)
             if isinstance(error, OSError):
