@@ -12,6 +12,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -124,13 +125,14 @@ def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, l
 
 def _multifit(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
     """First-fit decreasing into the smallest capacity for which it needs at most `num_packs` packs."""
-    best = _first_fit(lengths, num_packs, budget, limit)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    best = _first_fit(lengths, order, num_packs, budget, limit)
     if best is None:
         return None
     low, high = max(max(lengths), -(-sum(lengths) // num_packs)), _heaviest(lengths, best)
     while low < high:
         middle = (low + high) // 2
-        packs = _first_fit(lengths, num_packs, middle, limit)
+        packs = _first_fit(lengths, order, num_packs, middle, limit)
         if packs is None:
             low = middle + 1
         else:
@@ -138,11 +140,13 @@ def _multifit(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -
     return best
 
 
-def _first_fit(lengths: Sequence[int], num_packs: int, capacity: int, limit: int) -> Packs | None:
+def _first_fit(
+    lengths: Sequence[int], order: Sequence[int], num_packs: int, capacity: int, limit: int
+) -> Packs | None:
     packs: Packs = [[] for _ in range(num_packs)]
     room = [capacity] * num_packs
     first, before = 0, None
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in order:
         length = lengths[index]
         if length != before:
             first, before = 0, length
@@ -176,37 +180,82 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
     return packs
 
 
+@dataclass(slots=True)
+class _Pair:
+    """Two packs between which a document moves, or two are swapped."""
+
+    lengths: Sequence[int]
+    heavy: Sequence[int]
+    """Documents by length, as in `light`."""
+    light: Sequence[int]
+    most: int
+    """Weight of `heavy`."""
+    least: int
+    """Weight of `light`."""
+    limit: int
+
+    @property
+    def too_many(self) -> bool:
+        return len(self.heavy) > self.limit
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a document may move, and none come back."""
+        return len(self.light) < self.limit and len(self.heavy) > 1
+
+    def bound(self) -> int:
+        """Return what the heavier of the two has at least after a step."""
+        half = -(-(self.most + self.least) // 2)
+        shortest, longest = self.lengths[self.heavy[0]], self.lengths[self.heavy[-1]]
+        moved = self.least + shortest if self.has_room else self.most + self.least
+        swapped = self.most + self.least
+        if self.light and not self.too_many:
+            swapped = self.most - (longest - self.lengths[self.light[0]])
+        return max(half, min(moved, swapped))
+
+    def best(self, bound: int) -> tuple[int, int, int | None] | None:
+        """Return (weight of the heavier after it, document to move, document to take back or None) of the
+        best step; of equal ones the first. None: no step lowers the maximum.
+
+        Args:
+            bound: no step can do better.
+        """
+        best: tuple[int, int, int | None] | None = None
+        gap, too_many, has_room = self.most - self.least, self.too_many, self.has_room
+        sizes = [self.lengths[i] for i in self.light]
+        given = None
+        for outgoing in self.heavy:
+            if self.lengths[outgoing] == given:
+                continue  # of equal ones the first stands for all
+            given = self.lengths[outgoing]
+            options: list[int | None] = [None] if has_room else []
+            if not too_many:
+                # The swap that evens the two out best takes back a document of length(given) - gap / 2.
+                near = bisect.bisect_left(sizes, given - gap / 2)
+                options += self.light[max(near - 1, 0) : near + 1]
+            for incoming in options:
+                moved = given - (0 if incoming is None else self.lengths[incoming])
+                peak = max(self.most - moved, self.least + moved)
+                if (peak < self.most or too_many) and (best is None or peak < best[0]):
+                    best = (peak, outgoing, incoming)
+            if best is not None and best[0] == bound:
+                break
+        return best
+
+
 def _best_step(
     lengths: Sequence[int], packs: Packs, weights: list[int], heavy: int, limit: int
 ) -> tuple[int, int, int | None] | None:
     """Return the (other pack, document to move there, document to take back or None) that lowers the maximum
-    of the two packs most."""
+    of the two packs most; of equal ones the first."""
+    pairs = [_Pair(lengths, packs[heavy], pack, weights[heavy], weights[p], limit) for p, pack in enumerate(packs)]
     best: tuple[int, int, int, int | None] | None = None
-    too_many = len(packs[heavy]) > limit
-    for light in range(len(packs)):
-        if light == heavy:
-            continue
-        gap = weights[heavy] - weights[light]
-        if best is not None and weights[heavy] + weights[light] >= 2 * best[0]:
-            continue  # the heavier of the two has at least half of both
-        sizes = [lengths[i] for i in packs[light]]
-        given = None
-        for outgoing in packs[heavy]:  # by length: of equal ones the first stands for all
-            if lengths[outgoing] == given:
-                continue
-            given = lengths[outgoing]
-            options: list[int | None] = []
-            if len(packs[light]) < limit and len(packs[heavy]) > 1:
-                options.append(None)
-            if not too_many:
-                # The swap that evens the two out best takes back a document of length(given) - gap / 2.
-                near = bisect.bisect_left(sizes, lengths[outgoing] - gap / 2)
-                options += [packs[light][j] for j in (near - 1, near) if 0 <= j < len(sizes)]
-            for incoming in options:
-                moved = lengths[outgoing] - (lengths[incoming] if incoming is not None else 0)
-                peak = max(weights[heavy] - moved, weights[light] + moved)
-                if (peak < weights[heavy] or too_many) and (best is None or peak < best[0]):
-                    best = (peak, light, outgoing, incoming)
+    for bound, light in sorted((pair.bound(), p) for p, pair in enumerate(pairs) if p != heavy):
+        if best is not None and (bound, light) > best[:2]:
+            break
+        step = pairs[light].best(bound)
+        if step is not None and (best is None or (step[0], light) < best[:2]):
+            best = (step[0], light, *step[1:])
     return None if best is None else best[1:]
 
 
