@@ -12,9 +12,9 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, l
         merged = other[:alone]
         merged += [(a + b, x + y) for (a, x), (b, y) in zip(one[:both], other[alone:], strict=True)]
         merged += one[both:]
-        merged.sort(key=lambda part: part[0])
+        merged.sort(key=itemgetter(0))
         lightest = merged[0][0] if len(merged) == num_packs else 0
         heapq.heappush(heap, (lightest - merged[-1][0], next(serial), merged))
     packs = [documents for _, documents in heap[0][2]]
@@ -126,13 +126,14 @@ def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, l
 def _multifit(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
     """First-fit decreasing into the smallest capacity for which it needs at most `num_packs` packs."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    best = _first_fit(lengths, order, num_packs, budget, limit)
+    runs = [(length, list(run)) for length, run in itertools.groupby(order, lengths.__getitem__)]
+    best = _first_fit(runs, num_packs, budget, limit)
     if best is None:
         return None
     low, high = max(max(lengths), -(-sum(lengths) // num_packs)), _heaviest(lengths, best)
     while low < high:
         middle = (low + high) // 2
-        packs = _first_fit(lengths, order, num_packs, middle, limit)
+        packs = _first_fit(runs, num_packs, middle, limit)
         if packs is None:
             low = middle + 1
         else:
@@ -141,22 +142,24 @@ def _multifit(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -
 
 
 def _first_fit(
-    lengths: Sequence[int], order: Sequence[int], num_packs: int, capacity: int, limit: int
+    runs: Sequence[tuple[int, list[int]]], num_packs: int, capacity: int, limit: int
 ) -> Packs | None:
+    """Args: runs: lengths, each with the documents of that length."""
     packs: Packs = [[] for _ in range(num_packs)]
     room = [capacity] * num_packs
-    first, before = 0, None
-    for index in order:
-        length = lengths[index]
-        if length != before:
-            first, before = 0, length
-        # What had no room for a document has none for another of its length.
-        while first < num_packs and (room[first] < length or len(packs[first]) >= limit):
-            first += 1
-        if first == num_packs:
+    for length, documents in runs:
+        first = 0
+        for p, pack in enumerate(packs):
+            if room[p] < length:
+                continue
+            count = min(room[p] // length, limit - len(pack), len(documents) - first)
+            pack += documents[first : first + count]
+            room[p] -= count * length
+            first += count
+            if first == len(documents):
+                break
+        if first < len(documents):
             return None
-        packs[first].append(index)
-        room[first] -= length
     return packs
 
 
@@ -166,7 +169,8 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
     weights = [sum(lengths[i] for i in pack) for pack in packs]
     # Bounded, because a step is good for the two packs that it touches, which does not prove that steps end.
     for _ in range(4 * len(lengths)):
-        heavy = max(range(len(packs)), key=lambda p: (len(packs[p]) > limit, weights[p]))
+        crowded = [p for p, pack in enumerate(packs) if len(pack) > limit]
+        heavy = max(crowded or range(len(packs)), key=weights.__getitem__)
         step = _best_step(lengths, packs, weights, heavy, limit)
         if step is None:
             return packs
@@ -180,83 +184,64 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
     return packs
 
 
-@dataclass(slots=True)
-class _Pair:
-    """Two packs between which a document moves, or two are swapped."""
-
-    lengths: Sequence[int]
-    heavy: Sequence[int]
-    """Documents by length, as in `light`."""
-    light: Sequence[int]
-    most: int
-    """Weight of `heavy`."""
-    least: int
-    """Weight of `light`."""
-    limit: int
-
-    @property
-    def too_many(self) -> bool:
-        return len(self.heavy) > self.limit
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a document may move, and none come back."""
-        return len(self.light) < self.limit and len(self.heavy) > 1
-
-    def bound(self) -> int:
-        """Return what the heavier of the two has at least after a step."""
-        half = -(-(self.most + self.least) // 2)
-        shortest, longest = self.lengths[self.heavy[0]], self.lengths[self.heavy[-1]]
-        moved = self.least + shortest if self.has_room else self.most + self.least
-        swapped = self.most + self.least
-        if self.light and not self.too_many:
-            swapped = self.most - (longest - self.lengths[self.light[0]])
-        return max(half, min(moved, swapped))
-
-    def best(self, bound: int) -> tuple[int, int, int | None] | None:
-        """Return (weight of the heavier after it, document to move, document to take back or None) of the
-        best step; of equal ones the first. None: no step lowers the maximum.
-
-        Args:
-            bound: no step can do better.
-        """
-        best: tuple[int, int, int | None] | None = None
-        gap, too_many, has_room = self.most - self.least, self.too_many, self.has_room
-        sizes = [self.lengths[i] for i in self.light]
-        given = None
-        for outgoing in self.heavy:
-            if self.lengths[outgoing] == given:
-                continue  # of equal ones the first stands for all
-            given = self.lengths[outgoing]
-            options: list[int | None] = [None] if has_room else []
-            if not too_many:
-                # The swap that evens the two out best takes back a document of length(given) - gap / 2.
-                near = bisect.bisect_left(sizes, given - gap / 2)
-                options += self.light[max(near - 1, 0) : near + 1]
-            for incoming in options:
-                moved = given - (0 if incoming is None else self.lengths[incoming])
-                peak = max(self.most - moved, self.least + moved)
-                if (peak < self.most or too_many) and (best is None or peak < best[0]):
-                    best = (peak, outgoing, incoming)
-            if best is not None and best[0] == bound:
-                break
-        return best
-
-
 def _best_step(
     lengths: Sequence[int], packs: Packs, weights: list[int], heavy: int, limit: int
 ) -> tuple[int, int, int | None] | None:
     """Return the (other pack, document to move there, document to take back or None) that lowers the maximum
     of the two packs most; of equal ones the first."""
-    pairs = [_Pair(lengths, packs[heavy], pack, weights[heavy], weights[p], limit) for p, pack in enumerate(packs)]
+    own, most = packs[heavy], weights[heavy]
+    shortest, longest, too_many = lengths[own[0]], lengths[own[-1]], len(own) > limit
+    bounds = []
+    for light, pack in enumerate(packs):
+        least = moved = swapped = most + weights[light]
+        if len(pack) < limit and len(own) > 1:
+            moved = weights[light] + shortest
+        if pack and not too_many:
+            swapped = most - longest + lengths[pack[0]]
+        bound = max(-(-least // 2), min(moved, swapped))
+        if light != heavy and (bound < most or too_many):
+            bounds.append((bound, light))
     best: tuple[int, int, int, int | None] | None = None
-    for bound, light in sorted((pair.bound(), p) for p, pair in enumerate(pairs) if p != heavy):
+    for bound, light in sorted(bounds):
         if best is not None and (bound, light) > best[:2]:
             break
-        step = pairs[light].best(bound)
-        if step is not None and (best is None or (step[0], light) < best[:2]):
-            best = (step[0], light, *step[1:])
+        step = _step_to(lengths, own, packs[light], gap=most - weights[light], limit=limit, enough=bound - most)
+        if step is not None and (best is None or (most + step[0], light) < best[:2]):
+            best = (most + step[0], light, *step[1:])
     return None if best is None else best[1:]
+
+
+def _step_to(
+    lengths: Sequence[int], heavy: Sequence[int], light: Sequence[int], *, gap: int, limit: int, enough: int
+) -> tuple[int, int, int | None] | None:
+    """Return (change of the maximum, document to move, document to take back or None) of the best step
+    between two packs, whose documents are given by length; of equal ones the first.
+
+    Args:
+        gap: weight of `heavy` less that of `light`.
+        enough: the least change that any step can have.
+    """
+    best: tuple[int, int, int | None] | None = None
+    too_many, has_room = len(heavy) > limit, len(light) < limit and len(heavy) > 1
+    sizes = [lengths[i] for i in light]
+    given = None
+    for outgoing in heavy:
+        if lengths[outgoing] == given:
+            continue  # of equal ones the first stands for all
+        given = lengths[outgoing]
+        options: list[int | None] = [None] if has_room else []
+        if not too_many:
+            # The swap that evens the two out best takes back a document of length(given) - gap / 2.
+            near = bisect.bisect_left(sizes, given - gap / 2)
+            options += light[max(near - 1, 0) : near + 1]
+        for incoming in options:
+            moved = given - (0 if incoming is None else lengths[incoming])
+            change = max(-moved, moved - gap)
+            if (change < 0 or too_many) and (best is None or change < best[0]):
+                best = (change, outgoing, incoming)
+        if best is not None and best[0] == enough:
+            break
+    return best
 
 
 def _search(lengths: Sequence[int], num_packs: int, bound: int, limit: int) -> Packs | None:
