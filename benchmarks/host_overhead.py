@@ -6,8 +6,8 @@ optimizer, by the spans of a run's metrics.jsonl.
     python benchmarks/host_overhead.py --parts [--prompts 128 --ranks 4]      each part, of made-up samples
 
 --parts times what every rank does on the host in a step, on one thread: of 8 samples a prompt, each of 140
-and 512 tokens (--prompt-tokens 4 16: prompts of 4 to 16, as several_gpus.py has). Otherwise the last line says whether the median share is below the target (3 %); the exit
-status is 0 when it is.
+and 512 tokens (--prompt-tokens 4 16: prompts of 4 to 16, as several_gpus.py has). Otherwise the last line
+says whether the median share is below the target (3 %); the exit status is 0 when it is.
 """
 
 from __future__ import annotations

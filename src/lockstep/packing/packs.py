@@ -15,7 +15,7 @@ from lockstep.config.train import Layout
 from lockstep.errors import DataError
 from lockstep.ops.masks import cu_seqlens
 from lockstep.packing.groups import PackLimits, pack_groups, pack_sizes
-from lockstep.packing.shared import Prefixes, count, share, share_in_few_shapes
+from lockstep.packing.shared import Prefixes, count, share_in_few_shapes, share_later
 from lockstep.schema.batch import (
     IGNORE_LABEL,
     PackedBatch,
@@ -263,7 +263,7 @@ def plan_micro_batches(
         return batches
     segments = [prefixes.segments(group) for group in groups]
     if not limits.static_capacity:
-        return [share(batch, segments=own) for batch, own in zip(batches, segments, strict=True)]
+        return [share_later(batch, own) for batch, own in zip(batches, segments, strict=True)]
     return share_in_few_shapes(
         batches,
         sizes=[bucket.tokens for bucket in buckets],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.errors import DataError
 from lockstep.ops.masks import cu_seqlens
-from lockstep.schema.batch import PackedBatch, SharedRows, TrainSample
+from lockstep.schema.batch import PackedBatch, PlannedRows, SharedRows, TrainSample
 
 Ids = NDArray[np.int64]
 
@@ -51,21 +52,30 @@ class Segment:
     rows: range
 
 
-def share(
-    batch: PackedBatch, capacity: RowCapacity | None = None, *, segments: Sequence[Segment] | None = None
-) -> PackedBatch:
+def share(batch: PackedBatch, capacity: RowCapacity | None = None) -> PackedBatch:
     """Return the batch with `shared`: a pure function of its tokens, lengths and mask.
 
     Args:
         batch: on any device; its tensors are read on the host.
         capacity: what to pad to; None: exactly the rows that there are.
-        segments: of `Prefixes.segments`; None: they are found.
 
     Raises:
         DataError: more than the capacity holds.
     """
-    segments = _segments_of(batch) if segments is None else segments
-    return dataclasses.replace(batch, shared=_laid_out(segments, batch, capacity))
+    return dataclasses.replace(batch, shared=_laid_out(_segments_of(batch), batch, capacity))
+
+
+def share_later(
+    batch: PackedBatch, segments: Sequence[Segment], capacity: RowCapacity | None = None
+) -> PackedBatch:
+    """Return the batch with PlannedRows. segments: of `Prefixes.segments`."""
+    num_rows = count(segments).rows
+    planned = PlannedRows(
+        make=partial(_laid_out, segments, batch, capacity),
+        size=num_rows if capacity is None else capacity.rows,
+        num_rows=num_rows,
+    )
+    return dataclasses.replace(batch, shared=planned)
 
 
 def _segments_of(batch: PackedBatch) -> list[Segment]:
@@ -97,8 +107,8 @@ def share_in_few_shapes(
     whole: Sequence[RowCounts] = (),
     segments: Sequence[Sequence[Segment]] | None = None,
 ) -> list[PackedBatch]:
-    """Share batches and pad their rows, so that few graphs serve them all: as many rows as one of `sizes`,
-    keys a power of two times as many, and segments a power of four.
+    """Return the batches with PlannedRows, padded so that few graphs serve them all: as many rows as one of
+    `sizes`, keys a power of two times as many, and segments a power of four.
 
     Args:
         batches: what `shared` they have is made anew.
@@ -106,7 +116,7 @@ def share_in_few_shapes(
         longest: tokens of the longest document that any step may have.
         whole: of the packs of the whole step, if `batches` are a part of it: room for as many segments as
             they have, and no fewer keys for the rows.
-        segments: of each batch, as in `share`.
+        segments: of each batch, as in `share_later`; None: they are found.
     """
     cut = [_segments_of(batch) for batch in batches] if segments is None else segments
     counts = [count(own) for own in cut]
@@ -118,7 +128,7 @@ def share_in_few_shapes(
         rows = _size(of_batch, sizes)
         keys = rows * max(least, _keys_per_row(of_batch, sizes))
         capacity = RowCapacity(rows=rows, keys=keys, segments=room + -(-keys // longest), longest=longest)
-        shared.append(share(batch, capacity, segments=own))
+        shared.append(share_later(batch, own, capacity))
     return shared
 
 
@@ -237,9 +247,7 @@ def _sorted(token_ids: Sequence[Ids], lengths: Sequence[int]) -> tuple[list[int]
     ]
 
 
-def _laid_out(
-    segments: Sequence[Segment], batch: PackedBatch, capacity: RowCapacity | None
-) -> SharedRows:
+def _laid_out(segments: Sequence[Segment], batch: PackedBatch, capacity: RowCapacity | None) -> SharedRows:
     starts, num_slots = _starts(batch), batch.num_slots
     row_lengths, key_lengths = [len(s.rows) for s in segments], [s.stop for s in segments]
     num_rows = sum(row_lengths)
@@ -310,4 +318,5 @@ def _numbers(parts: Sequence[range]) -> Ids:
     """The numbers of all parts, one part after the other."""
     lengths = np.array([len(part) for part in parts])
     starts = np.array([part.start for part in parts])
-    return np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+    numbers: Ids = np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+    return numbers
