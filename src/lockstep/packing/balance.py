@@ -205,9 +205,8 @@ def _best_step(
     for bound, light in sorted(bounds):
         if best is not None and (bound, light) > best[:2]:
             break
-        step = _step_to(
-            lengths, own, packs[light], gap=most - weights[light], limit=limit, enough=bound - most
-        )
+        gap, enough = most - weights[light], bound - most
+        step = _step_to(lengths, own, packs[light], gap=gap, limit=limit, enough=enough)
         if step is not None and (best is None or (most + step[0], light) < best[:2]):
             best = (most + step[0], light, *step[1:])
     return None if best is None else best[1:]

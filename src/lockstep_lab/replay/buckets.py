@@ -137,11 +137,11 @@ class Bucketing:
         exact = share(repack(batch, None))
         if self.static:
             sizes = [bucket.tokens for bucket in self.buckets]
-            exact = share_in_few_shapes([exact], sizes=sizes, longest=self.buckets[0].max_seqlen)[
-                0
-            ].with_rows()
+            (planned,) = share_in_few_shapes([exact], sizes=sizes, longest=self.buckets[0].max_seqlen)
+            exact = planned.with_rows()
         if self.limit is not None:
-            assert (rows := exact.shared_rows) is not None
+            rows = exact.shared_rows
+            assert rows is not None
             self.limit.check(slots=exact.num_rows, documents=rows.cu_rows.shape[0])
         return exact
 
