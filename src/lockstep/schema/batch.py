@@ -67,7 +67,7 @@ class TrainSample:
                 f"loss_mask must be bool of shape {list(self.token_ids.shape)}, "
                 f"got {list(self.loss_mask.shape)} {self.loss_mask.dtype}"
             )
-        if len(self) and bool(self.loss_mask[-1]) and not self.scores_last:
+        if not self.scores_last and len(self) and self.loss_mask.numpy()[-1]:
             raise ValueError("loss_mask[-1] must be False: the last token has no next token to predict")
 
     def __len__(self) -> int:
@@ -183,7 +183,9 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
     token_ids = np.array(tuple(chain.from_iterable(span.token_ids for span in spans)), dtype=np.int64)
     loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
     rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
-    versions = np.full(len(token_ids), trajectory.policy_version, dtype=np.int64)
+    versions = None
+    if len(trajectory.policy_versions) > 1:
+        versions = np.full(len(token_ids), trajectory.policy_version, dtype=np.int64)
     start = 0
     for span in spans:
         stop = start + len(span.token_ids)
@@ -196,8 +198,8 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
                 )
             loss_mask[start - 1 : stop - 1] = True
             rollout_logprobs[start - 1 : stop - 1] = span.logprobs
-            assert span.policy_version is not None, "written by the policy"
-            versions[start - 1 : stop - 1] = span.policy_version
+            if versions is not None:
+                versions[start - 1 : stop - 1] = span.policy_version
         start = stop
     return RolloutSample(
         token_ids=torch.from_numpy(token_ids),
@@ -207,7 +209,7 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
         policy_version=trajectory.policy_version,
         truncated=trajectory.finish_reason == "length",
         trajectory=number if trajectory.earlier or sample_id != number else -1,
-        versions=torch.from_numpy(versions) if len(trajectory.policy_versions) > 1 else None,
+        versions=None if versions is None else torch.from_numpy(versions),
     )
 
 
