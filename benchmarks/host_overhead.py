@@ -121,10 +121,12 @@ def parts(prompts: int, *, ranks: int, prompt_tokens: Sequence[int]) -> dict[str
     from lockstep.loop.metrics import rollout_metrics
     from lockstep.loop.policy import estimate
     from lockstep.loop.rollout_rows import rollout_rows
+    from lockstep.observe.files import json_lines
     from lockstep.packing import Planner
     from lockstep.ranks.process_group import decode_object, encode_object
     from lockstep.rollout.shares import SentShare, Share
     from lockstep.schema.batch import policy_samples, rollout_samples
+    from lockstep.train.base import assigned_indices
 
     torch.set_num_threads(1)
     found: dict[str, float] = {}
@@ -156,16 +158,21 @@ def parts(prompts: int, *, ranks: int, prompt_tokens: Sequence[int]) -> dict[str
     for layout in ("packed", "shared"):
         for static in (False, True):
             plan = Planner(
-                token_budget=16_384,
+                token_budget=32_768,
                 static_capacity=static,
                 layout=layout,
                 max_seqlen=prompt_tokens[1] + COMPLETION,
                 max_documents=len(samples),
                 parts=ranks,
             )
-            timed(f"pack, {layout}{', static' if static else ''}", lambda plan=plan: plan(trained, weights))
+            name = f"{layout}{', static' if static else ''}"
+            packs = timed(f"pack, {name}", lambda plan=plan: plan(trained, weights))
+            if layout == "shared":  # while the GPU computes the pack before
+                own = [packs[i] for i in assigned_indices(len(packs), parts=ranks)[0] if i is not None]
+                timed(f"a rank's rows, {name}", lambda own=own: [batch.with_rows() for batch in own])
     timed("metrics of rollouts", lambda: rollout_metrics(groups))
-    timed("rows (rank 0, in a thread)", lambda: rollout_rows(0, groups, skip_special_tokens=False))
+    rows = timed("rows (rank 0, in a thread)", lambda: rollout_rows(0, groups, skip_special_tokens=False))
+    timed("JSON of rows (the same)", lambda: json_lines(rows))
     return found
 
 

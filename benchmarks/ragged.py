@@ -3,10 +3,10 @@
     python benchmarks/ragged.py --gpus 4 --out benchmarks/results/ragged-h100-x4.json
     python benchmarks/ragged.py --gpus 2 --cpu --samples 32 --max-batch 8 --mean 24 --most 96
 
-Ranks take groups of prompts from one queue as they have room. A sample ends at a length that nothing but this
-script knows: log-normal (sigma 0.8), a function of the sample's seed. The wall time of a step's generation, by
-`time/generate`, is divided by the larger of the mean of the ranks' busy times (their engine had a sample) and
-the time that the longest sample took by itself, from its row to its end.
+Ranks take groups of prompts from one queue as they have room. A sample ends at a length that nothing but
+this script knows: log-normal (sigma 0.8), a function of the sample's seed. The wall time of a step's
+generation, by `time/generate`, is divided by the larger of the mean of the ranks' busy times (their engine
+had a sample) and the time that the longest sample took by itself, from its row to its end.
 """
 
 from __future__ import annotations
@@ -120,22 +120,14 @@ def figures(folder: Path, *, gpus: int) -> list[dict[str, Any]]:
     """One row for each step that is done."""
     walls = [row["time/generate"] for row in rows_of(folder / "run/metrics.jsonl")]
     busy = [rows_of(folder / f"busy-{rank}.jsonl") for rank in range(gpus)]
-    found = []
-    for step, wall in enumerate(walls):
-        of_ranks = [rank[step] for rank in busy]
+    found: list[dict[str, Any]] = []
+    for wall, *of_ranks in zip(walls, *busy, strict=False):  # the step that is going on has no wall time yet
         mean = statistics.fmean(rank["busy"] for rank in of_ranks)
         longest = max(rank["longest"] for rank in of_ranks)
-        found.append(
-            {
-                "wall": round(wall, 3),
-                "ratio": round(wall / max(mean, longest), 4),
-                "longest_sample": round(longest, 3),
-                **{
-                    name: [round(rank[name], 3) for rank in of_ranks]
-                    for name in ("busy", "samples", "tokens")
-                },
-            }
-        )
+        row = {"wall": round(wall, 3), "ratio": round(wall / max(mean, longest), 4)}
+        for name in ("longest", "busy", "samples", "tokens"):
+            row[name] = [round(rank[name], 3) for rank in of_ranks]
+        found.append(row)
     return found
 
 
