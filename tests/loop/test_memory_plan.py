@@ -248,7 +248,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import load_model
 from lockstep.loop.memory_plan import plan_memory
-from lockstep.observe.metrics import peak_rss_bytes
+from lockstep.observe.memory import peak_rss_bytes
 from lockstep.packing import pack
 from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import TrainSample

@@ -88,7 +88,13 @@ class MemoryPlan:
     @property
     def allocated_bytes(self) -> int:
         """Bytes at the peak of a rank's own GPU, without what is beside torch's allocator."""
-        return peak_of([part for part in self.by_place[""] if part.name != CUDA_RUNTIME])[0]
+        return max(self.allocated_by_phase.values())
+
+    @property
+    def allocated_by_phase(self) -> Mapping[str, int]:
+        """Bytes on a rank's own GPU in each phase, without what is beside torch's allocator."""
+        totals = phase_totals([part for part in self.by_place[""] if part.name != CUDA_RUNTIME])
+        return {phase: totals["always"] + totals[phase] for phase in ("generate", "train", "update")}
 
     @property
     def peak_phase(self) -> str:

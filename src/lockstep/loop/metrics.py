@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from lockstep.loop.role_worker import RoleWorker
-from lockstep.observe.metrics import memory_metrics
+from lockstep.observe.memory import MemoryMeter
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.ranks.context import RankContext
@@ -15,9 +15,9 @@ from lockstep.schema.batch import PackedBatch
 from lockstep.schema.rollout import EndReason, RolloutGroup, Trajectory
 
 
-def memory_of_ranks(device: str, ranks: RankContext) -> dict[str, float]:
+def memory_of_ranks(meter: MemoryMeter, ranks: RankContext) -> dict[str, float]:
     """Return the largest use of all ranks: that rank would run out first. Collective."""
-    own = memory_metrics(device)
+    own = meter.metrics()
     everyone = ranks.gather(own, dict[str, float], what="the step's metrics")
     return {name: max(values.get(name, 0.0) for values in everyone) for name in own}
 

@@ -337,6 +337,7 @@ class Planned(Generic[Run]):
             "line": self.line,
             "peak_bytes": self.plan.peak_bytes,
             "allocated_bytes": self.plan.allocated_bytes,
+            "allocated_by_phase": dict(self.plan.allocated_by_phase),
             "total_bytes": self.place.total_bytes,
             "ranks": self.place.ranks,
             "rests_on": rests_on(self.run),

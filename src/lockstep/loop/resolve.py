@@ -62,9 +62,9 @@ class Resolved(Generic[Run]):
     """The same of train.token_budget where there is no memory plan."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """The memory plan: "settings" that were "auto", by dotted path; "line", which tells it; "peak_bytes",
-    "allocated_bytes", "total_bytes" and "ranks"; "why" it was chosen; "then": the plans to go on with where
-    memory runs out all the same; "unequal": of the Machine; "refusal", for a plan only: why the run would be
-    refused. Empty: none was made."""
+    "allocated_bytes", "allocated_by_phase", "total_bytes" and "ranks"; "why" it was chosen; "then": the plans
+    to go on with where memory runs out all the same; "unequal": of the Machine; "refusal", for a plan only:
+    why the run would be refused. Empty: none was made."""
 
     @property
     def device(self) -> str:

@@ -53,6 +53,7 @@ from lockstep.loop.saving import Saving
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display, RunLog
+from lockstep.observe.memory import MemoryMeter
 from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.metrics import MetricsLog, Spans
 from lockstep.observe.run_dir import new_path
@@ -142,7 +143,7 @@ class Run:
         compare_settings(config, self.ranks, resume=resume)
         mode = config.log.display if self.ranks.is_first else "off"
         self.display = Display(config.name, total_steps=config.steps, mode=mode)
-        self.spans = Spans(on_change=self._show_phase)
+        self.spans, self._memory = Spans(on_change=self._show_phase), MemoryMeter()
         self.first_step = 0
         """Steps that were done when this process began."""
         self.dir, self._folders = open_run_dir(
@@ -206,6 +207,7 @@ class Run:
 
     def _show_phase(self, spans: tuple[str, ...]) -> None:
         self.display.phase(spans)
+        self._memory.enter(spans)
         flight.note(phase=spans[-1] if spans else "loop")
 
     def progress(self, done: int, total: int) -> None:
@@ -313,6 +315,7 @@ class Run:
         if resolved.device.startswith("cuda"):
             # Else a span would end when its kernels are launched, and the next one would get their time.
             self.spans.synchronize = partial(torch.cuda.synchronize, resolved.device)
+            self._memory = MemoryMeter(resolved.device)
         done = int(self._saving.state.values.get("step", 0)) if self._resumed else None
         self._manifest.describe(resolved, model=model, data=data, fingerprint=fingerprint, done=done)
 
@@ -485,8 +488,7 @@ class Run:
         tokens = values.get("rollout/tokens", values.get("input/tokens", 0.0))
         self._saving.state.values["trained_tokens"] += int(values.get("input/trained_tokens", 0.0))
         speed = {"throughput/tokens_per_second": tokens / seconds if seconds else 0.0}
-        device = "cpu" if self._resolved is None else self._resolved.device
-        values = {**values, **times, **speed, **memory_of_ranks(device, self.ranks)}
+        values = {**values, **times, **speed, **memory_of_ranks(self._memory, self.ranks)}
         self._write(step, values | hashed)
         self._steps_logged = step + 1
         self.display.step(step, values, seconds=seconds)
