@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from lockstep.errors import EngineError, TrainError
 
 GIB = 1024**3
 PHASES: Mapping[str, str] = {
@@ -72,7 +75,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     raises a plain RuntimeError."""
     import torch
 
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    of_cpu = type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return of_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def ran_out_on_gpu(error: BaseException) -> bool:
+    """Return whether a GPU's memory ran out, for which a smaller memory plan may help: the error, or one that
+    it was raised from, is that of torch's allocator, or an engine's or a role's error that came from another
+    process and says so. A text of anybody else's that mentions memory is not enough."""
+    import torch
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError):
+            return True
+        if isinstance(cause, EngineError | TrainError) and cause.__cause__ is None:
+            remote = cause.fields.get("remote_data")
+            codes = (cause.code, remote.get("code") if isinstance(remote, Mapping) else None)
+            if "out-of-memory" in codes or _SAID.search(str(cause)):
+                return True
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return False
+
+
+_SAID = re.compile(r"CUDA out of memory\. Tried to allocate|ran out of memory with a KV cache of \d+ bytes")
+"""The words of torch's allocator, and of our own engines."""
 
 
 def peak_rss_bytes() -> int:
