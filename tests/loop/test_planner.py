@@ -183,6 +183,7 @@ def test_a_run_of_8b_on_four_gpus_is_planned_and_says_so() -> None:
     )
     memory = found.axes["memory"]
     assert memory["peak_bytes"] <= 0.97 * memory["total_bytes"] and memory["ranks"] == 4
+    assert max(memory["allocated_by_phase"].values()) == memory["allocated_bytes"] < memory["peak_bytes"]
     train = found.run.train
     assert {train.activation_checkpointing, train.optimizer_device, train.reduce_gradients} == {
         False,

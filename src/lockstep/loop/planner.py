@@ -114,7 +114,7 @@ def _trained_seconds(
     updates = train.epochs_per_batch * train.minibatches if run.online else 1
     budget = min(token_slots(train.token_budget), tokens / updates)
     turns = max(updates, math.ceil(tokens / budget))
-    work = 6 * shape.parameters * tokens / (width.tp * width.ring) / (card.flops * _EFFICIENCY)
+    work = 6 * shape.active_parameters * tokens / (width.tp * width.ring) / (card.flops * _EFFICIENCY)
     work *= 1 + _SATURATED * width.ring / budget
     if train.activation_checkpointing:
         work *= _RECOMPUTED

@@ -39,7 +39,7 @@ from lockstep.loop.distributed import (
 from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.hub import push_export
 from lockstep.loop.interrupt import Interrupt, Interrupted
-from lockstep.loop.metrics import CompileMeter, memory_of_ranks
+from lockstep.loop.metrics import CompileMeter, TrainingWork, memory_of_ranks
 from lockstep.loop.policy import Policy
 from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.resolve import Resolved
@@ -50,6 +50,7 @@ from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_setti
 from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
 from lockstep.loop.saved import saved
 from lockstep.loop.saving import Saving
+from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display, RunLog
@@ -164,6 +165,7 @@ class Run:
         """Whether this process has begun a step or written an evaluation."""
         self._stopped_at: int | None = None
         self._resolved: Resolved[Any] | None = None
+        self._work: TrainingWork | None = None
         self._policy: Policy | None = None
         self._compiled: CompileMeter | None = None
         self._gap_seen = False
@@ -316,6 +318,8 @@ class Run:
             # Else a span would end when its kernels are launched, and the next one would get their time.
             self.spans.synchronize = partial(torch.cuda.synchronize, resolved.device)
             self._memory = MemoryMeter(resolved.device)
+            config = text_config(model.module)
+            self._work = TrainingWork.of(resolved, config, ranks=self.ranks.world_size)
         done = int(self._saving.state.values.get("step", 0)) if self._resumed else None
         self._manifest.describe(resolved, model=model, data=data, fingerprint=fingerprint, done=done)
 
@@ -489,6 +493,7 @@ class Run:
         self._saving.state.values["trained_tokens"] += int(values.get("input/trained_tokens", 0.0))
         speed = {"throughput/tokens_per_second": tokens / seconds if seconds else 0.0}
         values = {**values, **times, **speed, **memory_of_ranks(self._memory, self.ranks)}
+        values |= {} if self._work is None else self._work.metrics(values)
         self._write(step, values | hashed)
         self._steps_logged = step + 1
         self.display.step(step, values, seconds=seconds)
