@@ -239,8 +239,8 @@ def memory_of(run: Path, rows: Sequence[Mapping[str, Any]], *, shown: float) -> 
             },
             "beside": {
                 "planned": round(total - allocated, 2),
-                "reserved_less_allocated": round((reserved or 0) - whole, 2),
-                "shown_less_allocated": round(shown - whole, 2),
+                "fragmentation": round((reserved or 0) - whole, 2),
+                "context_and_nccl": round(shown - (reserved or 0), 2),
             },
             "shown": round(shown, 2),
         }

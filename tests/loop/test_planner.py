@@ -217,7 +217,7 @@ def test_where_nothing_fits_the_run_is_refused_with_what_would() -> None:
     assert "train.token_budget = 8192 instead of 32768, or 'auto'" in str(caught.value)
     with raises(ConfigError, "out-of-memory") as caught:
         resolved(4, settings=too_much | {"engine.kv_cache_tokens": 2_000_000})
-    both = "activation_checkpointing = true instead of false and engine.kv_cache_tokens = 'auto' instead of 2000000"
+    both = "activation_checkpointing = true instead of false and engine.kv_cache_tokens = 'auto' instead of"
     assert both in str(caught.value)
 
 

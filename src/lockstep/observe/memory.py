@@ -37,6 +37,8 @@ class MemoryMeter:
         """Empty: between the phases."""
         self._peaks: dict[str, float] = {}
         """GiB by phase, since the last call of `metrics`."""
+        self._reserved = 0.0
+        """GiB, likewise."""
 
     def enter(self, spans: Sequence[str]) -> None:
         """Tell which spans are open from here on, outermost first."""
@@ -47,16 +49,16 @@ class MemoryMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return memory/rss_peak_gib, since the process started; on CUDA also, of what was allocated since
-        the last call, memory/cuda_peak_gib and memory/PHASE_peak_gib, and memory/cuda_reserved_gib."""
+        the last call, memory/cuda_peak_gib and memory/PHASE_peak_gib, and of what the allocator reserved
+        memory/cuda_reserved_gib."""
         metrics = {"memory/rss_peak_gib": peak_rss_bytes() / GIB}
         if self._device.startswith("cuda"):
-            import torch
-
             self._take()
             metrics["memory/cuda_peak_gib"] = max(self._peaks.values())
             metrics |= {f"memory/{phase}_peak_gib": peak for phase, peak in self._peaks.items() if phase}
-            metrics["memory/cuda_reserved_gib"] = torch.cuda.memory_reserved(self._device) / GIB
+            metrics["memory/cuda_reserved_gib"] = self._reserved
             self._peaks.clear()
+            self._reserved = 0.0
         return metrics
 
     def _take(self) -> None:
@@ -67,6 +69,7 @@ class MemoryMeter:
 
         peak = torch.cuda.max_memory_allocated(self._device) / GIB
         self._peaks[self._phase] = max(peak, self._peaks.get(self._phase, 0.0))
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device) / GIB)
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
