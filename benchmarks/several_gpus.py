@@ -2,16 +2,20 @@
 
     python benchmarks/several_gpus.py parity --gpus 4 --out benchmarks/results/several-gpus-h100-x4.json
     python benchmarks/several_gpus.py 8b scaling --gpus 4 --out FILE
+    python benchmarks/several_gpus.py fits decode --gpus 4 --work /dev/shm/fits --out FILE
     python benchmarks/several_gpus.py parity --gpus 2 --cpu          # the same runs, tiny, on a CPU
 
-Every run is `lockstep train grpo` in a process of its own, on ids and random weights: prompts of 4 to 16
-tokens, groups of 8, 512 tokens a sample, the end ignored. It is planned for 1,000 steps and killed after a
-few; figures are medians over the steps past the first.
+Every run is `lockstep train` in a process of its own, on random weights; GRPO on ids, with prompts of 4 to 16
+tokens (`fits`: 140), in groups of 8, 512 tokens a sample, the end ignored. It is planned for 1,000 steps and
+killed after a few; figures are medians over the steps past the first. With CUDA_VISIBLE_DEVICES the GPUs are
+those.
 
 A parity row passes if the gap between trainer and engine is exactly 0 in every step, and the norm of the
 first gradient is within 2 % of the eager, packed run on one GPU. The samples are the same there, because the
 engine is batch-invariant; what differs is the order of sums. A row of `split` (tensor parallel, and a ring
-that gathers keys) passes if every gap is 0.
+that gathers keys) passes if every gap is 0. A row of `fits` has the peak of every phase beside the plan's
+(several_gpus_fits.py); a run that was refused or ran out of memory is a row too. `decode` is the seconds of a
+decode step of engine native, batch-invariant, by number of samples.
 """
 
 from __future__ import annotations
@@ -33,12 +37,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from several_gpus_fits import Driver, Sizes, memory_of, runs, write_folder
+
 COMMON = """
-    --data.source ids --rewards ids --data.max-prompt-tokens 140 --rollout.group-size 8
-    --rollout.sampling.ignore-eos true --train.lr 1e-6 --eval.before false --eval.after false
-    --checkpoint.save-at-end false --checkpoint.export-at-end false --checkpoint.every 0
+    --train.lr 1e-6 --checkpoint.save-at-end false --checkpoint.export-at-end false --checkpoint.every 0
     --log.tensorboard false
 """
+ONLINE = """
+    --eval.before false --eval.after false --data.max-prompt-tokens 140 --rollout.group-size 8
+    --rollout.sampling.ignore-eos true
+"""
+IDS = "--data.source ids --rewards ids"
 BIG, SMALL, TINY = "shape:llama-3.1-8b", "shape:llama-3.2-1b", "shape:tiny-llama"
 RELATIVE = 0.02
 
@@ -50,6 +59,9 @@ class Job:
     name: str
     gpus: int
     flags: tuple[str, ...]
+    kind: str = "grpo"
+    alone: bool = True
+    """Nothing else runs on the machine's other GPUs; timed runs share at most the host."""
     steps: int = 4
     """That are measured."""
     planned: int = 1000
@@ -72,7 +84,7 @@ def jobs(part: str, *, gpus: int, model: str | None, tokens: int, own: Sequence[
                     named = (f"--train.{axis}={value}" for axis, value in cell.items())
                     flags = ("--model.name", small, *layers, *few, *backend(n), *named, *own)
                     name = f"parity {n} {execution} {layout}"
-                    yield Job(name=name, gpus=n, flags=flags, steps=2, planned=0, cell=cell)
+                    yield Job(name=name, gpus=n, flags=flags, steps=2, planned=0, cell=cell, alone=False)
     elif part == "8b":
         flags = ("--model.name", model or BIG, "--rollout.prompts-per-step", "16", *length(tokens))
         yield Job(name=f"8b {gpus}", gpus=gpus, flags=(*flags, *backend(gpus), *own), seconds=270)
@@ -103,7 +115,52 @@ def backend(ranks: int) -> tuple[str, ...]:
     return ("--ranks", str(ranks))
 
 
-def run(job: Job, *, folder: Path, devices: Sequence[int], cpu: bool) -> dict[str, Any]:
+def fits(*, gpus: int, model: str | None, work: Path, own: Sequence[str]) -> Iterator[Job]:
+    """The runs of `fits`, whose folders are written first."""
+    sizes = Sizes.small() if model == TINY else Sizes()
+    if not (work / "prompts.jsonl").is_file():
+        began = time.monotonic()
+        write_folder(model or BIG, sizes, folder=work)
+        print(f"weights and rows written in {time.monotonic() - began:.0f} s", flush=True)
+    for name, needed, kind, flags in runs(model or "", sizes, folder=work):
+        flags = (*flags, *backend(min(needed, gpus)), *own)
+        yield Job(name=name, gpus=min(needed, gpus), kind=kind, flags=flags, alone=needed > 1, seconds=170)
+
+
+def decode(*, model: str, folder: Path, device: str, samples: Sequence[int], tokens: int) -> dict[str, Any]:
+    """Milliseconds of a decode step by samples: of a call, less one with a sixteenth of the tokens."""
+    job = {"model": model, "invariant": True, "prompt_tokens": 128, "tokens": tokens}
+    job["engine"] = {"max_batch": max(samples), "kv_cache_tokens": max(samples) * (128 + tokens)}
+    (folder / "decode.json").write_text(json.dumps(job))
+    few, asks = max(2, tokens // 16), []
+    for count in samples:
+        ask = {"do": "generate", "samples": count, "prompt_tokens": 128}
+        asks += [
+            ask | {"tokens": few},
+            ask | {"tokens": tokens},
+            ask | {"tokens": few},
+            ask | {"tokens": tokens},
+        ]
+    side = [sys.executable, str(Path(__file__).with_name("native_side.py")), str(folder / "decode.json")]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": device, "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        side, input="".join(json.dumps(ask) + "\n" for ask in asks), env=env, capture_output=True, text=True
+    )
+    rows = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = {"job": job, "status": ended.returncode}
+    if ended.returncode:
+        found["end"] = ended.stderr.splitlines()[-8:]
+    ms = {}
+    for index, count in enumerate(samples):
+        seconds = [row["seconds"] for row in rows[1 + 4 * index :][:4]]
+        if len(seconds) == 4:  # the first two captured graphs
+            ms[count] = round(1e3 * (seconds[3] - seconds[2]) / (tokens - few), 3)
+    found["ms_per_step"] = ms
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def run(job: Job, *, folder: Path, devices: Sequence[str], cpu: bool) -> dict[str, Any]:
     """Run one job on these devices; its figures, or how it ended."""
     place = folder / job.name.replace(" ", "-").replace(",", "")
     kind = (
@@ -111,11 +168,13 @@ def run(job: Job, *, folder: Path, devices: Sequence[int], cpu: bool) -> dict[st
         if cpu
         else ()
     )
-    command = [sys.executable, "-m", "lockstep", "train", "grpo", *COMMON.split()]
+    command = [sys.executable, "-m", "lockstep", "train", job.kind, *COMMON.split()]
+    command += ONLINE.split() if job.kind in ("grpo", "ppo") else []
+    command += IDS.split() if job.kind == "grpo" else []
     command += ["--steps", str(job.planned or job.steps), "--run-dir", str(place), *job.flags, *kind]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices), "HF_HUB_OFFLINE": "1"}
     began = time.monotonic()
-    with (folder / f"{place.name}.log").open("w") as log:
+    with (folder / f"{place.name}.log").open("w") as log, Driver(devices) as driver:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         status = wait(process, place / "metrics.jsonl", job)
     found: dict[str, Any] = {
@@ -131,6 +190,7 @@ def run(job: Job, *, folder: Path, devices: Sequence[int], cpu: bool) -> dict[st
     rows = [row for row in rows if "time/step" in row]
     if rows:
         found |= figures(rows)
+    found |= memory_of(place, rows, shown=driver.peak_gib)
     if status:
         found["end"] = (folder / f"{place.name}.log").read_text().splitlines()[-8:]
     print(json.dumps({key: value for key, value in found.items() if key != "command"}), flush=True)
@@ -204,33 +264,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="+", choices=("parity", "8b", "scaling", "split"))
+    parser.add_argument("parts", nargs="+", choices=("parity", "8b", "scaling", "split", "fits", "decode"))
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--model", help="another shape")
     parser.add_argument("--tokens", type=int, default=512, help="of each completion")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--work", type=Path, help="of fits: a folder in memory for the weights, 20 GB")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, help="keep the logs of runs here")
     parser.add_argument("--only", default="", help="runs whose names match this expression")
     args, own = parser.parse_known_args()
     result: dict[str, Any] = machine() | {"command": " ".join(["python", *sys.argv]), "runs": {}}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = given.split(",") if given else [str(index) for index in range(args.gpus)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for part in args.parts:
             model = TINY if args.cpu and args.model is None else args.model
-            todo = [
-                j
-                for j in jobs(part, gpus=args.gpus, model=model, tokens=args.tokens, own=own)
-                if re.search(args.only, j.name)
-            ]
-            # Timed runs have the machine to themselves; parity rows share its GPUs.
-            alone = part != "parity"
+            if part == "decode":
+                samples, tokens = ((1, 4), 32) if args.cpu else ((1, 4, 16, 64, 256), 512)
+                result["decode"] = decode(
+                    model=model or SMALL, folder=folder, device=devices[0], samples=samples, tokens=tokens
+                )
+                save(result, args.out)
+                continue
+            if part == "fits":
+                made = fits(gpus=args.gpus, model=model, work=args.work or folder / "fits", own=own)
+            else:
+                made = jobs(part, gpus=args.gpus, model=model, tokens=args.tokens, own=own)
+            todo = [job for job in made if re.search(args.only, job.name)]
             found: list[dict[str, Any]] = []
             while todo:
-                batch: list[tuple[Job, list[int]]] = []
-                free = list(range(args.gpus))
-                while todo and len(free) >= todo[0].gpus and not (alone and batch):
+                batch: list[tuple[Job, list[str]]] = []
+                free = devices[: args.gpus]
+                while todo and len(free) >= todo[0].gpus and not (batch and batch[0][0].alone):
                     job = todo.pop(0)
                     batch.append((job, free[: job.gpus]))
                     free = free[job.gpus :]
@@ -238,16 +306,22 @@ def main() -> None:
                     found += pool.map(
                         lambda pair: run(pair[0], folder=folder, devices=pair[1], cpu=args.cpu), batch
                     )
+                if part != "parity":
+                    result["runs"][part] = found
+                    save(result, args.out)
             if part == "parity":
                 judged(found)
                 result["cells"] = found
-            else:
-                result["runs"][part] = found
             if part == "split":
                 for row in found:
                     row["passed"] = row["status"] == 0 and all(gap == 0 for gap in row["gap_max"])
-            if args.out is not None:
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
+            save(result, args.out)
+
+
+def save(result: dict[str, Any], out: Path | None) -> None:
+    """Write what is known so far."""
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

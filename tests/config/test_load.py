@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from raising import raises
 
+from lockstep.config.engine import EngineConfig
 from lockstep.config.load import (
     build,
     dump_toml,
@@ -22,6 +23,7 @@ from lockstep.config.load import (
 )
 from lockstep.config.problems import model_of
 from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 
 
@@ -53,6 +55,14 @@ def test_every_problem_is_told_at_once() -> None:
         "train.token_budget = 'many': expected a whole number or one of 'auto'",
         "train.schedule = 'cosin': expected one of 'constant', 'linear' or 'cosine' (did you mean 'cosine'?)",
     ]
+
+
+def test_none_and_auto_mean_the_same_where_one_of_them_is_the_default() -> None:
+    assert TrainConfig(token_budget=None) == TrainConfig() == TrainConfig(token_budget="auto")
+    assert EngineConfig(kv_cache_tokens=None, offload=None) == EngineConfig()
+    assert load_run(kind="sft", overrides={"train.token_budget": None}).train.token_budget == "auto"
+    (told,) = problems({"train.batch_invariant": "auto"})
+    assert told == "train.batch_invariant = 'auto': expected true or false; leave it out for the default"
 
 
 REWARD = {"name": "mine:f", "url": "http://x", "secrets": {"key": "env:KEY"}, "kwargs": {"key": 1}}

@@ -139,6 +139,10 @@ SELDOM = {  # they need a failure, a reward model, a GPU, or a check between ste
     "time/sleep",
     "memory/cuda_peak_gib",
     "memory/cuda_reserved_gib",
+    "memory/generate_peak_gib",
+    "memory/train_peak_gib",
+    "memory/update_peak_gib",
+    "throughput/mfu",
 }
 
 

@@ -17,7 +17,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
-from lockstep.config.run import GRPORun, SFTRun
+from lockstep.config.run import DPORun, GRPORun, SFTRun
 from lockstep.config.train import CheckpointConfig, TrainConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.loop.memory_plan import MemoryPlan, peak_of, plan_memory
@@ -79,6 +79,25 @@ def test_micro_batches_of_a_step() -> None:
     sft = plan_memory(SFTRun(model=ModelConfig(name="shape:tiny-llama"), batch_size=5), device=CPU)
     assert (sft.documents_per_step, sft.micro_batches, sft.tokens_per_micro_batch) == (5, 3, 4096)
     assert not any(part.name == "KV cache" for part in sft.parts)
+
+
+def test_ranks_with_one_micro_batch_each_share_the_documents() -> None:
+    def tokens(ranks: int, **train: Any) -> int:
+        settings = {"token_budget": 32768, "backend": "fsdp2", **train}
+        run = DPORun(
+            model=ModelConfig(name="shape:tiny-llama"),
+            batch_size=33,
+            data={"source": "x.jsonl", "max_length": 1024},  # type: ignore[arg-type]
+            train=TrainConfig(**settings),
+        )
+        return plan_memory(run, device=CPU, ranks=ranks).tokens_per_micro_batch
+
+    # 33 pairs: 32 documents in a micro-batch, with two ranks and with one; 9 pairs on each of 4, 5 of 8
+    assert [tokens(ranks) for ranks in (1, 2, 4, 8)] == [32 * 1024, 32 * 1024, 18 * 1024, 10 * 1024]
+    assert tokens(8, ring=2) == tokens(4)
+    # static capacities are quarters of the budget
+    assert tokens(4, static_capacity=True) == 24576
+    assert tokens(4, static_capacity=True, layout="padded") == 32768
 
 
 def test_the_peak_is_the_largest_phase() -> None:
@@ -248,7 +267,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import load_model
 from lockstep.loop.memory_plan import plan_memory
-from lockstep.observe.metrics import peak_rss_bytes
+from lockstep.observe.memory import peak_rss_bytes
 from lockstep.packing import pack
 from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import TrainSample

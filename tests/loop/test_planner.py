@@ -183,6 +183,7 @@ def test_a_run_of_8b_on_four_gpus_is_planned_and_says_so() -> None:
     )
     memory = found.axes["memory"]
     assert memory["peak_bytes"] <= 0.97 * memory["total_bytes"] and memory["ranks"] == 4
+    assert max(memory["allocated_by_phase"].values()) == memory["allocated_bytes"] < memory["peak_bytes"]
     train = found.run.train
     assert {train.activation_checkpointing, train.optimizer_device, train.reduce_gradients} == {
         False,
@@ -214,6 +215,20 @@ def test_where_nothing_fits_the_run_is_refused_with_what_would() -> None:
     with raises(ConfigError, "out-of-memory") as caught:
         resolved(4, settings=too_much)
     assert "train.token_budget = 8192 instead of 32768, or 'auto'" in str(caught.value)
+    with raises(ConfigError, "out-of-memory") as caught:
+        resolved(4, settings=too_much | {"engine.kv_cache_tokens": 2_000_000})
+    both = "activation_checkpointing = true instead of false and engine.kv_cache_tokens = 'auto' instead of"
+    assert both in str(caught.value)
+
+
+def test_a_setting_of_the_value_model_that_prevents_every_plan_is_named() -> None:
+    case = author_a.CASES["8b ppo 4x80"]
+    run = with_settings(run_of(case), {"value.activation_checkpointing": False, "train.token_budget": 16384})
+    value = dataclasses.replace(shape_of(case), vocab=1)
+    planner = Planner(run, shape=shape_of(case), place=place_of(case), value_shape=value)
+    with raises(ConfigError, "out-of-memory") as caught:
+        planner.choose()
+    assert "train.token_budget = 4096 instead of 16384" in str(caught.value)
 
 
 def test_a_plan_that_ran_out_of_memory_is_followed_by_a_smaller_one() -> None:

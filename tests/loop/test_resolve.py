@@ -153,6 +153,19 @@ def test_a_resumed_run_is_resolved_to_an_equal_record() -> None:
     assert again == resolved_on(run, **smaller) != before, "a plan is for GPUs of one size"
 
 
+def test_a_run_that_goes_on_on_a_cpu_keeps_the_size_of_its_micro_batches_and_says_so() -> None:
+    run = GRPORun(**BIG)
+    axes = resolved_on(run, **GPU).axes
+    moved = resolved_on(run, "cpu", manifest={"axes": axes})
+    assert moved.token_budget == axes["token_budget"] == 32768 and moved.memory == {}
+    why = "of the memory plan that the run had on a GPU; a CPU has none"
+    assert f"train.token_budget auto -> 32768: {why}" in moved.reasons
+    with raises(ConfigError, "wrong-type: train.token_budget"):
+        resolved_on(run, "cpu", manifest={"axes": axes | {"token_budget": "many"}})
+    back = resolved_on(run, manifest={"axes": moved.axes}, **GPU)
+    assert back.token_budget == 32768 and back.memory["settings"], "it has a plan there again"
+
+
 def test_a_manifest_from_before_reasons_were_written() -> None:
     run = GRPORun(**BIG)
     axes = {name: value for name, value in CHOICES.items() if name not in ("execution", "token_budget")}

@@ -15,6 +15,7 @@ PUBLISHED = {
     "llama-3.2-3b": 3_212_749_824,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
 }
 TINY = [name for name in SHAPES if name.startswith("tiny-")]
 

@@ -134,6 +134,9 @@ class Config(Record):
         def __init__(self, **values: Any) -> None:
             if self.section is not None:
                 values = current(values, origin=type(self).__name__, section=self.section)
+            # None leaves a setting that is "auto" by default as it is, as in `load_run`.
+            auto = {name for name, field in type(self).model_fields.items() if field.default == "auto"}
+            values = {name: value for name, value in values.items() if value is not None or name not in auto}
             super().__init__(**self.completed(values))
 
         # Otherwise pydantic would validate JSON through it, as Python values, and refuse lists for tuples.

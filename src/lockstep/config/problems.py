@@ -147,7 +147,8 @@ def _line(path: str, details: list[Any]) -> str:
         return f"{path} is required; set it"
     value = "..." if names_secret(path.rpartition(".")[2]) else first["input"]
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
-    return f"{path} = {value!r}: expected {expected}"
+    fix = "; leave it out for the default" if value == "auto" else ""
+    return f"{path} = {value!r}: expected {expected}{fix}"
 
 
 def _expected(detail: Any) -> str:

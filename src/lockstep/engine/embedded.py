@@ -18,7 +18,7 @@ from lockstep.engine.spec import Decoding, StopStrings
 from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn, version_counts
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
-from lockstep.observe.metrics import is_out_of_memory
+from lockstep.observe.memory import is_out_of_memory
 from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import WeightUpdate
 

@@ -20,13 +20,14 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import remote_name
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
-from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
+from lockstep.config.run import GRPORun, OfflineRun, Role, RunConfig, on_ranks
 from lockstep.config.support import shards_weights
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import GIB, MemoryPart, ModelShape, Phase, either, phase_totals, planned_shape
 from lockstep.models.reward import reward_model_parameters
+from lockstep.packing.groups import pack_sizes
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.train import OffloadableBackend, OffloadPart
 from lockstep.registry import load_object
@@ -88,7 +89,13 @@ class MemoryPlan:
     @property
     def allocated_bytes(self) -> int:
         """Bytes at the peak of a rank's own GPU, without what is beside torch's allocator."""
-        return peak_of([part for part in self.by_place[""] if part.name != CUDA_RUNTIME])[0]
+        return max(self.allocated_by_phase.values())
+
+    @property
+    def allocated_by_phase(self) -> Mapping[str, int]:
+        """Bytes on a rank's own GPU in each phase, without what is beside torch's allocator."""
+        totals = phase_totals([part for part in self.by_place[""] if part.name != CUDA_RUNTIME])
+        return {phase: totals["always"] + totals[phase] for phase in ("generate", "train", "update")}
 
     @property
     def peak_phase(self) -> str:
@@ -130,9 +137,10 @@ def plan_memory(
     budget = token_slots(run.train.token_budget)
     per_pack = max(1, budget // longest)
     micro_batches = math.ceil(documents / per_pack)
-    tokens = min(budget, min(per_pack, documents) * longest)
+    tokens = min(budget, min(per_pack, _share(run, documents, ranks=ranks)) * longest)
     if _is_static(run.train):
-        tokens = budget
+        whole = run.train.layout == "padded"
+        tokens = budget if whole else next(size for size in pack_sizes(budget, longest) if size >= tokens)
     kind = "cuda" if device.type == "cuda" else "cpu"
     parts = [
         _runtime_part(kind, ranks=ranks),
@@ -155,6 +163,16 @@ def plan_memory(
         longest_document=longest,
         ranks=ranks,
     )
+
+
+def _share(run: RunConfig, documents: int, *, ranks: int) -> int:
+    """Return the documents of a micro-batch if every rank has one: they are then of equal size, as there are
+    never fewer micro-batches than ranks to compute them."""
+    if run.online and cast(GRPORun, run).rollout.max_trajectory_tokens:
+        return documents  # a trajectory may become several documents
+    unit = 1 if run.online else cast(OfflineRun, run).unit
+    dp = Parallelism(ranks=ranks, ring=run.train.ring, tp=run.train.tp).dp
+    return unit * math.ceil(documents / unit / max(1, dp))
 
 
 def _of_documents(shape: ModelShape, run: RunConfig, **size: Any) -> list[MemoryPart]:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from lockstep.config.run import RunConfig
+from lockstep.loop.resolve import Resolved
 from lockstep.loop.role_worker import RoleWorker
-from lockstep.observe.metrics import memory_metrics
+from lockstep.models.memory import ModelShape, planned_shape
+from lockstep.models.shapes import attention_flops, peak_flops, utilisation
+from lockstep.observe.memory import MemoryMeter
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.ranks.context import RankContext
@@ -15,9 +23,9 @@ from lockstep.schema.batch import PackedBatch
 from lockstep.schema.rollout import EndReason, RolloutGroup, Trajectory
 
 
-def memory_of_ranks(device: str, ranks: RankContext) -> dict[str, float]:
+def memory_of_ranks(meter: MemoryMeter, ranks: RankContext) -> dict[str, float]:
     """Return the largest use of all ranks: that rank would run out first. Collective."""
-    own = memory_metrics(device)
+    own = meter.metrics()
     everyone = ranks.gather(own, dict[str, float], what="the step's metrics")
     return {name: max(values.get(name, 0.0) for values in everyone) for name in own}
 
@@ -74,11 +82,66 @@ def shape_metrics(batches: Sequence[PackedBatch]) -> dict[str, float]:
         "input/micro_batches": float(len(batches)),
         "input/slots": float(slots),
         "input/tokens": float(tokens),
+        "input/squared_tokens": float(sum(n * n for b in batches for n in b.lengths[: len(b.sample_ids)])),
         "input/trained_tokens": float(sum(int(batch.loss_mask.sum()) for batch in batches)),
         "input/documents": float(sum(len(batch.sample_ids) for batch in batches)),
         "input/longest_document": float(max(max(batch.lengths) for batch in batches)),
         "input/fill": real / slots if slots else math.nan,
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingWork:
+    """What forward and backward of a run's policy compute, and the GPUs' peak: for throughput/mfu."""
+
+    per_token: float
+    """FLOPs beside attention: 2 forward and 2 backward of each parameter in a matrix product, 2 more if it is
+    trained; of a layer's experts those of one token."""
+    per_squared_token: float
+    """FLOPs of attention, over the squared length of a document."""
+    peak: float
+    """FLOP/s of all ranks."""
+    passes: int = 1
+    """How often a step computes its documents."""
+
+    @classmethod
+    def of(cls, resolved: Resolved[Any], config: Any, *, ranks: int) -> TrainingWork | None:
+        """Return the work of a run; None: on a CPU, or on a GPU or in a dtype whose peak is not known.
+
+        Args:
+            config: of the text model (transformers).
+        """
+        if not resolved.device.startswith("cuda") or resolved.dtype != "bfloat16":
+            return None
+        peak = peak_flops(torch.cuda.get_device_name(resolved.device))
+        shape = planned_shape(resolved.run.model, dtype=torch.bfloat16)
+        return None if peak is None else cls.of_shape(shape, config, peak=peak * ranks, run=resolved.run)
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape, config: Any, *, peak: float, run: RunConfig) -> TrainingWork:
+        """Return the work of a run on a model with these sizes."""
+        looked_up = 0 if config.tie_word_embeddings else shape.vocab * shape.hidden
+        unused = shape.parameters - shape.active_parameters
+        trained = shape.trained if shape.lora else shape.active_parameters - looked_up
+        return cls(
+            per_token=4.0 * (shape.parameters - unused - looked_up) + 2.0 * trained,
+            per_squared_token=attention_flops(config),
+            peak=peak,
+            passes=run.train.epochs_per_batch,
+        )
+
+    def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return throughput/mfu of a step; nothing if it trained no policy.
+
+        Args:
+            values: the step's metrics, with its times.
+        """
+        seconds = sum(values.get(f"time/{name}", 0.0) for name in ("forward_backward", "forward", "backward"))
+        if not seconds:
+            return {}
+        tokens, squares = values["input/tokens"], values["input/squared_tokens"]
+        flops = self.passes * (self.per_token * tokens + self.per_squared_token * squares)
+        return {"throughput/mfu": utilisation(flops, seconds=seconds, peak=self.peak)}
 
 
 def engine_metrics(before: EngineStats, engine: InferenceEngine, *, ranks: RankContext) -> dict[str, float]:

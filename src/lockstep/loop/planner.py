@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def _trained_seconds(
     updates = train.epochs_per_batch * train.minibatches if run.online else 1
     budget = min(token_slots(train.token_budget), tokens / updates)
     turns = max(updates, math.ceil(tokens / budget))
-    work = 6 * shape.parameters * tokens / (width.tp * width.ring) / (card.flops * _EFFICIENCY)
+    work = 6 * shape.active_parameters * tokens / (width.tp * width.ring) / (card.flops * _EFFICIENCY)
     work *= 1 + _SATURATED * width.ring / budget
     if train.activation_checkpointing:
         work *= _RECOMPUTED
@@ -209,12 +210,18 @@ _OF_SHARDS = ("train.reshard_after_forward", "train.reduce_gradients")
 
 
 def _auto_settings(run: RunConfig) -> list[str]:
+    # Those of the value model that are "auto" are the policy's, if that has one.
+    follows = {f"value.{name}" for name in VALUE_SETTINGS if setting(run, f"train.{name}") != "auto"}
+    return [name for name in _memory_settings(run) if setting(run, name) == "auto" and name not in follows]
+
+
+def _memory_settings(run: RunConfig) -> list[str]:
     names = ["train.token_budget", *(f"train.{name}" for name in TRAIN_SETTINGS)]
     if run.online:
         names += ["engine.offload", "engine.kv_cache_tokens", "offload"]
     if run.critic is not None:
-        names += [f"value.{name}" for name in VALUE_SETTINGS if setting(run, f"train.{name}") == "auto"]
-    return [name for name in names if setting(run, name) == "auto"]
+        names += [f"value.{name}" for name in VALUE_SETTINGS]
+    return names
 
 
 def rests_on(run: RunConfig) -> dict[str, Any]:
@@ -229,6 +236,11 @@ def setting(run: RunConfig, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name)
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value as it is written in TOML."""
+    return json.dumps(value) if isinstance(value, (bool, tuple, list)) else repr(value)
 
 
 def with_settings(run: Run, settings: Mapping[str, Any]) -> Run:
@@ -337,6 +349,7 @@ class Planned(Generic[Run]):
             "line": self.line,
             "peak_bytes": self.plan.peak_bytes,
             "allocated_bytes": self.plan.allocated_bytes,
+            "allocated_by_phase": dict(self.plan.allocated_by_phase),
             "total_bytes": self.place.total_bytes,
             "ranks": self.place.ranks,
             "rests_on": rests_on(self.run),
@@ -518,18 +531,29 @@ class Planner(Generic[Run]):
         )
 
     def _released(self) -> Iterator[str]:
-        """Settings of the user's without which the run fits: the first one that suffices."""
-        paths = ["train.token_budget", *(f"train.{name}" for name in TRAIN_SETTINGS)]
-        if self.run.online:
-            paths += ["engine.offload", "engine.kv_cache_tokens", "offload"]
-        for path in paths:
-            value = setting(self.run, path)
-            if value == "auto":
-                continue
-            found = self._fits(with_settings(self.run, {path: "auto"}))
-            if found is not None:
-                yield f"{path} = {found.settings[path]!r} instead of {value!r}, or 'auto'"
-                return
+        """Settings of the user's without which the run fits: the first one that suffices, else as few as
+        possible of them together."""
+        given = {path: setting(self.run, path) for path in _memory_settings(self.run)}
+        given = {path: value for path, value in given.items() if value != "auto"}
+        together = list(given)
+        for path in given:
+            if self._fits(with_settings(self.run, {path: "auto"})) is not None:
+                together = [path]
+                break
+        else:
+            for path in given:
+                fewer = [other for other in together if other != path]
+                if self._fits(with_settings(self.run, dict.fromkeys(fewer, "auto"))) is not None:
+                    together = fewer
+        found = self._fits(with_settings(self.run, dict.fromkeys(together, "auto"))) if together else None
+        if found is None:
+            return
+        changes = []
+        for path in together:
+            value, better = given[path], found.settings.get(path, "auto")
+            or_auto = ", or 'auto'" if better != "auto" and len(together) == 1 else ""
+            changes.append(f"{path} = {_shown(better)} instead of {_shown(value)}{or_auto}")
+        yield " and ".join(changes)
 
     def _remedies(self) -> Iterator[str]:
         """Changes that would make the run fit: more GPUs, tensor parallelism, LoRA, 8-bit states."""

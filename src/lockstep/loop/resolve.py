@@ -62,9 +62,9 @@ class Resolved(Generic[Run]):
     """The same of train.token_budget where there is no memory plan."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """The memory plan: "settings" that were "auto", by dotted path; "line", which tells it; "peak_bytes",
-    "allocated_bytes", "total_bytes" and "ranks"; "why" it was chosen; "then": the plans to go on with where
-    memory runs out all the same; "unequal": of the Machine; "refusal", for a plan only: why the run would be
-    refused. Empty: none was made."""
+    "allocated_bytes", "allocated_by_phase", "total_bytes" and "ranks"; "why" it was chosen; "then": the plans
+    to go on with where memory runs out all the same; "unequal": of the Machine; "refusal", for a plan only:
+    why the run would be refused. Empty: none was made."""
 
     @property
     def device(self) -> str:
@@ -271,6 +271,11 @@ def _with_sizes(
         run = _with_train(run, execution="eager") if run.train.execution == "auto" else run
         if run.train.token_budget != "auto":
             return _Sized(run=without_plan(run))
+        axes = _axes_of(manifest)
+        if axes.get("memory") and "token_budget" in axes:
+            run = _kept(run, {"train.token_budget": axes["token_budget"]})
+            why = "of the memory plan that the run had on a GPU; a CPU has none"
+            return _Sized(run=without_plan(run), token_budget=why)
         usual = max(DEFAULT_TOKEN_BUDGET, run.longest_unit)
         why = "" if usual == DEFAULT_TOKEN_BUDGET else "the longest document"
         return _Sized(run=without_plan(_with_train(run, token_budget=usual)), token_budget=why)
@@ -287,7 +292,9 @@ def _with_sizes(
     kept = _kept_plan(run, place, manifest)
     if kept:
         return _Sized(run=with_settings(run, kept["settings"]), execution=why, memory=kept)
-    older = "token_budget" in _axes_of(manifest) and not _axes_of(manifest).get("memory")
+    axes = _axes_of(manifest)
+    on_gpu = str(axes.get("device")).startswith("cuda")
+    older = on_gpu and "token_budget" in axes and not axes.get("memory")  # plans were not made then
     if older or not (machine.total_bytes and open_settings(run)):
         return _Sized(run=without_plan(run), execution=why)
     try:
@@ -342,7 +349,7 @@ def _kept_plan(run: RunConfig, place: Place, manifest: Mapping[str, Any]) -> dic
     changed = any(setting(run, path) != value for path, value in planned.items() if path not in still_open)
     if None in settings.values() or changed or memory.get("rests_on") != rests_on(run):
         return {}
-    override(run, settings, origin="manifest.json, field axes")
+    _kept(run, settings)
     return {
         "why": FIRST,
         "then": [],
@@ -423,7 +430,16 @@ def _as_started(run: Run, manifest: Mapping[str, Any]) -> Run:
     names = ("execution",) if axes.get("memory") else ("execution", "token_budget")
     open_values = [name for name in names if getattr(run.train, name) == "auto"]
     kept = {f"train.{name}": axes[name] for name in open_values if name in axes}
-    return cast(Run, override(run, kept, origin="manifest.json, field axes")) if kept else run
+    return _kept(run, kept)
+
+
+def _kept(run: Run, settings: Mapping[str, Any]) -> Run:
+    """Return `run` with settings of its manifest.
+
+    Raises:
+        ConfigError: the manifest holds another value than such a setting can have.
+    """
+    return cast(Run, override(run, settings, origin="manifest.json, field axes")) if settings else run
 
 
 def _reason(given: str | int, manifest: Mapping[str, Any], name: str) -> str:

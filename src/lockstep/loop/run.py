@@ -39,7 +39,7 @@ from lockstep.loop.distributed import (
 from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.hub import push_export
 from lockstep.loop.interrupt import Interrupt, Interrupted
-from lockstep.loop.metrics import CompileMeter, memory_of_ranks
+from lockstep.loop.metrics import CompileMeter, TrainingWork, memory_of_ranks
 from lockstep.loop.policy import Policy
 from lockstep.loop.remote_roles import RemoteCritic
 from lockstep.loop.resolve import Resolved
@@ -50,9 +50,11 @@ from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_setti
 from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
 from lockstep.loop.saved import saved
 from lockstep.loop.saving import Saving
+from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display, RunLog
+from lockstep.observe.memory import MemoryMeter
 from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.metrics import MetricsLog, Spans
 from lockstep.observe.run_dir import new_path
@@ -142,7 +144,7 @@ class Run:
         compare_settings(config, self.ranks, resume=resume)
         mode = config.log.display if self.ranks.is_first else "off"
         self.display = Display(config.name, total_steps=config.steps, mode=mode)
-        self.spans = Spans(on_change=self._show_phase)
+        self.spans, self._memory = Spans(on_change=self._show_phase), MemoryMeter()
         self.first_step = 0
         """Steps that were done when this process began."""
         self.dir, self._folders = open_run_dir(
@@ -163,6 +165,7 @@ class Run:
         """Whether this process has begun a step or written an evaluation."""
         self._stopped_at: int | None = None
         self._resolved: Resolved[Any] | None = None
+        self._work: TrainingWork | None = None
         self._policy: Policy | None = None
         self._compiled: CompileMeter | None = None
         self._gap_seen = False
@@ -206,6 +209,7 @@ class Run:
 
     def _show_phase(self, spans: tuple[str, ...]) -> None:
         self.display.phase(spans)
+        self._memory.enter(spans)
         flight.note(phase=spans[-1] if spans else "loop")
 
     def progress(self, done: int, total: int) -> None:
@@ -313,6 +317,9 @@ class Run:
         if resolved.device.startswith("cuda"):
             # Else a span would end when its kernels are launched, and the next one would get their time.
             self.spans.synchronize = partial(torch.cuda.synchronize, resolved.device)
+            self._memory = MemoryMeter(resolved.device)
+            config = text_config(model.module)
+            self._work = TrainingWork.of(resolved, config, ranks=self.ranks.world_size)
         done = int(self._saving.state.values.get("step", 0)) if self._resumed else None
         self._manifest.describe(resolved, model=model, data=data, fingerprint=fingerprint, done=done)
 
@@ -485,8 +492,8 @@ class Run:
         tokens = values.get("rollout/tokens", values.get("input/tokens", 0.0))
         self._saving.state.values["trained_tokens"] += int(values.get("input/trained_tokens", 0.0))
         speed = {"throughput/tokens_per_second": tokens / seconds if seconds else 0.0}
-        device = "cpu" if self._resolved is None else self._resolved.device
-        values = {**values, **times, **speed, **memory_of_ranks(device, self.ranks)}
+        values = {**values, **times, **speed, **memory_of_ranks(self._memory, self.ranks)}
+        values |= {} if self._work is None else self._work.metrics(values)
         self._write(step, values | hashed)
         self._steps_logged = step + 1
         self.display.step(step, values, seconds=seconds)

@@ -16,6 +16,7 @@ from lockstep.loop.peer_checkpoint import PeerCheckpoints
 from lockstep.loop.row_log import RowLog
 from lockstep.loop.run_manifest import RunManifest
 from lockstep.loop.run_recorders import RunRecorders
+from lockstep.observe.memory import ran_out_on_gpu
 from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.metrics import MetricsLog, Spans
 from lockstep.observe.text import counted, printable
@@ -24,7 +25,6 @@ from lockstep.ranks.environment import Recovery
 from lockstep.ranks.guard import failed_together
 from lockstep.ranks.node_folders import NodeFolders
 from lockstep.train.state.rng import generators_at
-from lockstep.transfer.buckets import ran_out_of_memory
 
 
 class RunState:
@@ -261,7 +261,7 @@ class Saving:
             step: that the run was in.
         """
         begins = step == 0 or self.copies is not None or bool(self.checkpoints.steps())
-        if plan.get("then") and begins and ran_out_of_memory(error):
+        if plan.get("then") and begins and ran_out_on_gpu(error):
             OutOfMemory(step=step, run_dir=str(self._dir.path)).note(error)
 
     def finish_after(self, error: BaseException) -> None:

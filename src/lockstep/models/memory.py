@@ -77,6 +77,7 @@ def module_shape(module: nn.Module) -> ModelShape:
         slots=config.num_experts_per_tok if is_moe(config) else 0,
         experts=sum(p.numel() for n, p in module.named_parameters() if ".experts." in n)
         // config.num_hidden_layers,
+        num_experts=option(config, "num_local_experts", None) or option(config, "num_experts", 0) or 0,
         native=record is not None and record.native,
         compiles=record is not None and not is_moe(config),
     )
@@ -234,6 +235,8 @@ class ModelShape:
     """Experts of a token; 0: the model has no experts. `intermediate` is then of all of them together."""
     experts: int = 0
     """Parameters of one layer's experts, on average."""
+    num_experts: int = 0
+    """Experts of a layer; 0: the model has none."""
     native: bool = True
     """Whether engine native can call the layers."""
     compiles: bool = True
@@ -264,6 +267,15 @@ class ModelShape:
     def outer_parameters(self) -> int:
         """Parameters outside the layers: embedding and head."""
         return max(0, self.parameters - self.layers * self.layer_parameters)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is computed with: all, but for the experts that it does not choose."""
+        if not self.num_experts:
+            return self.parameters
+        return (
+            self.parameters - self.layers * self.experts * (self.num_experts - self.slots) // self.num_experts
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:

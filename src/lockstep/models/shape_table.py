@@ -105,6 +105,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "qwen3-14b": _QWEN3  # Qwen/Qwen3-14B
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": _QWEN3  # Qwen/Qwen3-30B-A3B
     | {
         "model_type": "qwen3_moe",

@@ -27,7 +27,8 @@ from lockstep.models.forward import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
 from lockstep.models.offload import CopySpace, Offloadable
-from lockstep.observe.metrics import Spans, is_out_of_memory
+from lockstep.observe.memory import is_out_of_memory
+from lockstep.observe.metrics import Spans
 from lockstep.packing import empty_batch
 from lockstep.protocols.train import FinishSave, OffloadPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch

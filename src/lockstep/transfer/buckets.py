@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
-from lockstep.observe.metrics import GIB, is_out_of_memory, peak_rss_bytes
+from lockstep.observe.memory import GIB, is_out_of_memory, peak_rss_bytes
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, WeightTransfer, receives_weights
 from lockstep.protocols.train import TrainBackend
 from lockstep.ranks.context import RankContext, RankError

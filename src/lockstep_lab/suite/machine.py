@@ -11,7 +11,7 @@ import torch
 
 import lockstep
 from lockstep.invariant.selftest import cpu_name
-from lockstep.observe.metrics import peak_rss_bytes
+from lockstep.observe.memory import peak_rss_bytes
 from lockstep.version import __version__
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError, redacted
-from lockstep.observe import metrics
+from lockstep.observe import memory
 from lockstep.observe.files import open_plain
 from lockstep.processes.child import Child, describe_status, end
 
@@ -190,7 +190,7 @@ def error_line(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error, or one that it was raised from, is an out-of-memory error."""
     while error is not None:
-        if metrics.is_out_of_memory(error):
+        if memory.is_out_of_memory(error):
             return True
         error = error.__cause__ or error.__context__
     return False

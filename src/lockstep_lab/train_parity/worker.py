@@ -148,7 +148,7 @@ class Stack(Worker[ParityJob]):
         """The largest peak of all ranks, bytes."""
         import torch
 
-        from lockstep.observe.metrics import peak_rss_bytes
+        from lockstep.observe.memory import peak_rss_bytes
 
         cuda = self.device.type == "cuda"
         own = torch.cuda.max_memory_allocated(self.device) if cuda else peak_rss_bytes()
