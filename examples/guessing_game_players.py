@@ -12,7 +12,7 @@ from guessing_game import Guess
 
 MISTAKES = 0.4
 """Share of guesses at which a player has lost the thread, and names any number."""
-WORDS = "Guess my number, from 1 to 32. Too low. high. Write a"
+WORDS = "Guess my number, from 1 to 32. Too low. high. Write a number."
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<policy>' + m.content + '<end>' if m.role == 'assistant' else m.content }}"
     "{% endfor %}{% if add_generation_prompt %}<policy>{% endif %}"

@@ -39,10 +39,9 @@ def test_the_policy_reads_what_the_game_says(tmp_path: Path, monkeypatch: pytest
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     files = sorted((tmp_path / "run/rollouts").glob("*.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    assert len(rows) == 8 + 64 + 8
-    assert {row["prompt_index"] for row in rows[:8]}.isdisjoint(row["prompt_index"] for row in rows[8:72])
-    numbers = [row["prompt_index"] % 32 + 1 for row in rows if row["prompt_index"] < 4096]
-    assert sorted(numbers) == sorted([*range(1, 33)] * 2)
+    trained = [row["prompt_index"] for row in rows if row["prompt_index"] < 4096]
+    assert sorted(index % 32 for index in trained) == sorted([*range(32)] * 2)
+    assert len(rows) - len(trained) == 2 * 8
     replied = 0
     for row in rows:
         game, texts, at = Narrowed(), [], 0
@@ -55,7 +54,7 @@ def test_the_policy_reads_what_the_game_says(tmp_path: Path, monkeypatch: pytest
             said, _, over = asyncio.run(game.step(action))
             assert reply.replace(" ", "") == f"{said}<policy>".replace(" ", "") and not over
             replied += 1
-        if row["end"] == "done":
+        if row.get("end") == "done":
             assert asyncio.run(game.step(texts[-1][1]))[2]
             assert row["reward"] == pytest.approx(sum(game.get_reward().values()))
     assert replied > 200
