@@ -46,7 +46,7 @@ def test_the_policy_reads_what_the_game_says(tmp_path: Path, monkeypatch: pytest
     for row in rows:
         game, texts, at = Narrowed(), [], 0
         game.reset(row["prompt_index"])
-        for author, length in row["spans"]:
+        for author, length in row.get("spans", [("policy", len(row["token_ids"]))]):
             texts.append((author, tokenizer.decode(row["token_ids"][at : at + length])))
             at += length
         for (author, action), (other, reply) in zip(texts[::2], texts[1::2], strict=False):
