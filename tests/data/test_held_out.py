@@ -10,6 +10,7 @@ from raising import raises
 
 from lockstep.config.run import GRPORun
 from lockstep.data.held_out import evaluates, held_out_config, holds_out, load_train_and_held_out
+from lockstep.data.row_tools import RowTools
 from lockstep.errors import DataError
 
 
@@ -125,3 +126,25 @@ def test_fewer_prompts_than_a_step_needs_are_refused_with_the_setting(tokenizer:
             continue
         with raises(DataError, "not-enough: rollout.prompts_per_step"):
             load_train_and_held_out(given, tokenizer=tokenizer, hold_out=None)
+
+
+def test_rows_of_an_environment_are_told_apart_by_what_it_gets(tokenizer: Any, tmp_path: Path) -> None:
+    """Games and tools often have one prompt for all rows; only the columns that `reset` gets differ. A column
+    that it does not get, such as a number of the row, hides no equal tasks."""
+    path = tmp_path / "games.jsonl"
+    rows = [{"prompt": "Play.", "number": i % 30, "row": i} for i in range(50)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "Play.", "number": 3}))
+    given = run(source=str(path), size=40, exclude=str(other))
+
+    def trained(reads: tuple[str, ...] | None) -> list[int]:
+        tools = RowTools(schemas={"": []}, reads={"": reads})
+        train, held_out = load_train_and_held_out(given, tokenizer=tokenizer, tools=tools)
+        assert [p.index for p in held_out] == list(range(40, 50))
+        return [train[i].index for i in range(len(train))]
+
+    assert trained(("number",)) == [i for i in range(40) if i not in range(10, 20) and i % 30 != 3]
+    assert trained(None) == list(range(40))
+    with raises(DataError, "nothing-left: no prompts left"):
+        trained(())

@@ -456,7 +456,7 @@ def test_without_the_process_that_forks_no_sample_is_lost_silently() -> None:
 
 def test_a_game_of_the_examples() -> None:
     async def played(host: ToolHost, number: int | None) -> tuple[list[str], float]:
-        instance = await host.open({} if number is None else {"number": number}, seed=5)
+        instance = await host.open({} if number is None else {"game": 31 + number}, seed=5)
         first = await instance.reset()
         assert first == "Guess my number, from 1 to 32."
         low, high, total = 1, 32, 0.0
@@ -474,7 +474,9 @@ def test_a_game_of_the_examples() -> None:
         return texts, total
 
     with hosted("guessing_game:Guess", EXAMPLES) as host:
-        assert (host.describe()["form"], host.describe()["reward"], host.tools) == ("gym", "step", [])
+        described = host.describe()
+        assert (described["form"], described["reward"], host.tools) == ("gym", "step", [])
+        assert described["reads"] == ["game"]
         assert run(played(host, 10)) == (["Too high.", "Too low.", "Too high.", "Right!"], 1.0)
         assert run(played(host, 16)) == (["Right!"], 1.0)
         assert run(played(host, None)) == run(played(host, None))

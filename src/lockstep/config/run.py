@@ -48,8 +48,8 @@ class GRPORun(RunConfig):
     eval_data: DataConfig | None = None
     """Held-out prompts. By default they come from the same source: with another seed for generated data, and
     for files from the rows after data.size, or without it rows chosen by a hash of their content. Prompts
-    with the same text are left out of training. Without an evaluation (eval.before, eval.every, eval.after)
-    nothing is held out."""
+    with the same text, and under `environment` the same columns for `reset`, are left out of training.
+    Without an evaluation (eval.before, eval.every, eval.after) nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     """Rewards of a completion: verifiers, built-in ones and your own `module:attribute`."""

@@ -101,7 +101,7 @@ class PromptMaker:
     """Turns rows into Prompts according to one DataConfig.
 
     Args:
-        exclude: `text_hash` of questions or rendered prompts that are left out.
+        exclude: `texts` of prompts that are left out.
         vocab_size: entries of the model's embedding; None: not compared with the token ids.
         tools: that a row gives its chat template, in place of its own; None: its own.
     """
@@ -216,7 +216,8 @@ class PromptMaker:
     def _prompt(self, draft: _Draft) -> Outcome[Prompt]:
         ids, text, where = draft.ids, draft.text, draft.where
         state: State = "kept"
-        if self.exclude and (text_hash(draft.problem) in self.exclude or text_hash(text) in self.exclude):
+        row = {**draft.row, "problem": draft.problem}
+        if self.exclude and not self.exclude.isdisjoint(self.hashes(text, row, where)):
             return Outcome(state="excluded")
         if len(ids) > self.config.max_prompt_tokens:
             if self.config.overlong_prompts == "drop":
@@ -234,11 +235,18 @@ class PromptMaker:
             index=draft.index,
             token_ids=tuple(ids),
             text=text,
-            row={**draft.row, "problem": draft.problem},
+            row=row,
             conversation=draft.talk,
             where=where,
         )
         return Outcome(item=prompt, state=state, tokens=len(ids))
+
+    def hashes(self, text: str, row: Mapping[str, Any], where: str) -> tuple[bytes, bytes]:
+        """Return what tells a rendered prompt and its question apart from others: their texts, and what an
+        environment gets of the row, because in a game all rows may have the same text."""
+        # Generated rows differ in their texts. Other columns, such as their number, would hide equal ones.
+        task = "" if self.tools is None or self.config.generated else self.tools.task_of(row, where)
+        return text_hash(f"{text}\n{task}"), text_hash(f"{row['problem']}\n{task}")
 
     def conversation(self, row: Mapping[str, Any], where: str) -> tuple[str, str | list[Message]]:
         """Return (problem text, input of the chat template): messages with the system prompt, or plain text
@@ -367,10 +375,9 @@ class FixedPrompts(PromptSet):
 
     @property
     def texts(self) -> frozenset[bytes]:
-        """Hashes of question texts and rendered texts, for another set's `exclude`."""
-        return frozenset(
-            text_hash(text) for prompt in self for text in (prompt.text, str(prompt.row["problem"]))
-        )
+        """`PromptMaker.hashes` of all prompts, for another set's `exclude`."""
+        hashes = self._maker.hashes
+        return frozenset(each for p in self for each in hashes(p.text, p.row, p.where))
 
     @property
     def fingerprint(self) -> str:
@@ -470,7 +477,7 @@ def load_prompts(
     the others when they come near; streams on demand.
 
     Args:
-        exclude: `text_hash` of texts (of questions or of rendered prompts) that must not occur.
+        exclude: `texts` of prompts that must not occur.
         vocab_size: entries of the model's embedding, which source `ids` needs; None: not compared with the
             token ids of texts.
         rows: numbers of the rows of the source that are made, all at once; None: all rows.
@@ -482,7 +489,7 @@ def load_prompts(
         ConfigError: an impossible setting, or a package that is not installed.
     """
     if config.exclude is not None:
-        exclude = frozenset(exclude) | _texts_of_source(config, config.exclude, tokenizer)
+        exclude = frozenset(exclude) | _texts_of_source(config, config.exclude, tokenizer, tools)
     maker = PromptMaker(config, tokenizer, exclude, vocab_size=vocab_size, tools=tools)
     if config.generated:
         ids = config.source == "ids"
@@ -514,9 +521,11 @@ def load_prompts(
     return loaded
 
 
-def _texts_of_source(config: DataConfig, source: str, tokenizer: Any) -> frozenset[bytes]:
+def _texts_of_source(
+    config: DataConfig, source: str, tokenizer: Any, tools: RowTools | None
+) -> frozenset[bytes]:
     other = config.model_copy(update={"source": source, "exclude": None, "size": None, "skip": 0})
-    texts = load_prompts(other, tokenizer=tokenizer)
+    texts = load_prompts(other, tokenizer=tokenizer, tools=tools)
     if not isinstance(texts, FixedPrompts):
         raise ConfigError(
             f"endless: data.exclude = {source!r} is endless; name a file, a folder or a hub set"

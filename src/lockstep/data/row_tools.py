@@ -1,9 +1,10 @@
-"""The tools that the rows of a source are shown."""
+"""The tools that the rows of a source are shown, and the columns that tell their tasks apart."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import DataError, unknown_name
@@ -19,6 +20,8 @@ class RowTools:
 
     schemas: Mapping[str, Schemas]
     """By name of the environment."""
+    reads: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
+    """The columns that `reset` of each environment gets; None: all."""
     column: str | None = None
     """Where a row names its environment; None: there is one, for all rows."""
 
@@ -49,3 +52,11 @@ class RowTools:
     def of(self, row: Mapping[str, Any], where: str) -> Schemas:
         """Return the tools of a row. Raises as `name`."""
         return self.schemas[self.name(row, where)]
+
+    def task_of(self, row: Mapping[str, Any], where: str) -> str:
+        """Return what the environment of a row makes of it beside its text: the columns that `reset` gets, as
+        JSON; "": none. Raises as `name`."""
+        name = self.name(row, where)
+        columns = self.reads.get(name, ())
+        found = {key: row[key] for key in (row if columns is None else columns) if key in row}
+        return json.dumps(found, sort_keys=True, default=str) if found else ""

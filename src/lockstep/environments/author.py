@@ -48,6 +48,8 @@ class EnvironmentClass:
     """Whether its objects are asked for more tools, see LISTING."""
     reward: Literal["get_reward", "_reward", "step"] | None
     """The method that tells the reward; None: only reward functions of the run can."""
+    reads: tuple[str, ...] | None
+    """Columns of the row that `reset` names; None: it gets all."""
     asynchronous: tuple[str, ...]
     """Names of methods that are coroutine functions."""
 
@@ -94,6 +96,7 @@ class EnvironmentClass:
             tools=tools,
             lists=lists,
             reward=reward or ("step" if gym else None),
+            reads=_columns(methods.get("reset")),
             asynchronous=tuple(n for n in methods if inspect.iscoroutinefunction(methods[n])),
         )
 
@@ -155,6 +158,13 @@ def _methods(made: type) -> dict[str, Callable[..., Any]]:
     found = {name: inspect.getattr_static(made, name) for name in names}
     plain = {n: v.__func__ if isinstance(v, staticmethod) else v for n, v in found.items()}
     return {name: value for name, value in plain.items() if inspect.isfunction(value)}
+
+
+def _columns(reset: Callable[..., Any] | None) -> tuple[str, ...] | None:
+    parameters = {} if reset is None else inspect.signature(reset).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return tuple(name for name in parameters if name != "self")
 
 
 def _check_tool(what: str, method: Callable[..., Any]) -> None:

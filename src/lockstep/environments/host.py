@@ -101,10 +101,10 @@ class ToolHost:
 
     def describe(self) -> dict[str, Any]:
         """Return what the class is: `target`, `form` ("toolbox" or "gym"), `tools` (JSON schemas), `reward`
-        (the name of the method that tells it, "step" for the sum over a game, or None), `asynchronous` (names
-        of methods), `instance_bytes` (memory of the first object's process), `has_torch`, `repeatable`
-        (whether its calls may be run again after a kill), `max_live`, `isolation`, and `sandbox` (its layers,
-        where there is one)."""
+        (the name of the method that tells it, "step" for the sum over a game, or None), `reads` (the columns
+        that `reset` names; None: all), `asynchronous` (names of methods), `instance_bytes` (memory of the
+        first object's process), `has_torch`, `repeatable` (whether its calls may be run again after a kill),
+        `max_live`, `isolation`, and `sandbox` (its layers, where there is one)."""
         return {
             **self._description,
             "target": self.target,

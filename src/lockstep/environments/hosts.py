@@ -38,7 +38,9 @@ class ToolHosts:
             for host in self:
                 host.share(room, most)
         schemas = {name: host.tools for name, host in self._hosts.items()}
-        self.tools = RowTools(schemas=schemas, column=config.column if config.classes else None)
+        reads = {name: host.describe()["reads"] for name, host in self._hosts.items()}
+        column = config.column if config.classes else None
+        self.tools = RowTools(schemas=schemas, reads=reads, column=column)
 
     def __iter__(self) -> Iterator[ToolHost]:
         return iter(self._hosts.values())

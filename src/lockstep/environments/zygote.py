@@ -387,6 +387,7 @@ def _described(environment: EnvironmentClass, settings: Settings) -> Message:
         "form": environment.form,
         "tools": schemas["tools"],
         "reward": environment.reward,
+        "reads": environment.reads,
         "asynchronous": list(environment.asynchronous),
         "instance_bytes": probe["instance_bytes"],
         "has_torch": "torch" in sys.modules,
