@@ -310,7 +310,9 @@ def document(datum: Datum) -> PackedBatch:
         sample = policy_samples([rollout], [floats["advantages"]])[0]
     else:
         sample = TrainSample(token_ids=token_ids, loss_mask=mask)
-    batch = pack([sample], [floats.get("weights", torch.ones(len(token_ids)))])
+    # The losses of policies have no weights: gspo has its mask there.
+    weights = floats.get("weights", floats.get("sequence_ratio_mask", torch.ones(len(token_ids))))
+    batch = pack([sample], [weights])
     # A target need not be the next input: recipes put any id where nothing is trained.
     labels = torch.cat([targets, torch.tensor([IGNORE_LABEL])])
     return dataclasses.replace(batch, labels=labels)

@@ -30,7 +30,7 @@ MOST_BODY = 64 * 2**20
 MOST_DATUMS, MOST_SAMPLES, MOST_STOPS = 4096, 1024, 64
 
 Message = TypeVar("Message", bound=BaseModel)
-_FLOATS = ("weights", "logprobs", "advantages")
+_FLOATS = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
 _DTYPES: Mapping[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
@@ -47,7 +47,7 @@ class Datum:
     targets: Tensor
     """[L] int64: the token that each position predicts; need not be the next input."""
     floats: Mapping[str, Tensor]
-    """[L] float32 each: weights, or logprobs and advantages."""
+    """[L] float32 each: weights, or logprobs, advantages and, for gspo, sequence_ratio_mask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +186,8 @@ def _datum(datum: Any, where: str, takes: tuple[str, ...], *, vocab_size: int, m
         if not np.isfinite(arrays[name]).all():
             raise DataError(f"not-finite: {where}: {name} has an entry that is not finite", field=name)
     check_tokens(arrays["target_tokens"], f"{where}: target_tokens", vocab_size=vocab_size)
+    if "sequence_ratio_mask" in arrays and not arrays["sequence_ratio_mask"].any():
+        raise DataError(f"out-of-range: {where}: sequence_ratio_mask marks no token; it must mark one")
     if "weights" in takes:
         arrays.setdefault("weights", np.ones(len(inputs), np.float32))
     return Datum(
