@@ -2,14 +2,15 @@
 
     python benchmarks/tinker_recipes.py --work DIR --out FILE.json [--only NAME ...] [--model MODEL]
 
-Needs `pip install --no-deps -r benchmarks/tinker_constraints.txt` beside lockstep-rl[serve]. Starts a server with
-one model under two of the hub names that recipes know, and runs each recipe as its own command in a working
-directory where these names are folders with the tokenizer and the data sets are folders of generated rows, so that
-nothing is downloaded. FILE has each command, its exit status, seconds, the metrics of its steps, and the recipes
-that cannot run here, with the reason.
+Needs `pip install --no-deps -r benchmarks/tinker_constraints.txt` beside lockstep-rl[serve]. Starts a server
+with one model under two of the hub names that recipes know, and runs each recipe as its own command in a
+working directory where these names are folders with the tokenizer and the data sets are folders of generated
+rows, so that nothing is downloaded. FILE has each command, its exit status, seconds, the metrics of its steps,
+and the recipes that cannot run here, with the reason.
 
 - gsm8k holds sums of one digit: 70 pairs to train on, 30 others to evaluate with.
 - wikitext is this repository's documentation.
+- MODEL `tiny` is two layers with random weights: it shows what runs, not what learns.
 """
 
 from __future__ import annotations
@@ -52,6 +53,21 @@ def _rl_loop(loss: str) -> Recipe:
     return Recipe("rl_loop", (f"model_name={BASE}", f"loss_fn={loss}", *sizes))
 
 
+_PLAIN = (f"model_name={BASE}", "renderer_name=role_colon")
+_PAGES = (
+    "task.num_pages_min=3",
+    "task.num_pages_max=4",
+    "task.page_chars=2000",
+    "max_trajectory_tokens=7000",
+)
+_TOOLS = (f"model_name={CHAT}", "renderer_name=qwen3_disable_thinking")
+_GSM8K = (
+    f"model_name={BASE}",
+    "loss_fn=importance_sampling",
+    "dataset_builder.batch_size=4",
+    "dataset_builder.group_size=8",
+    "dataset_builder.convo_prefix=None",
+)
 RECIPES: Mapping[str, Recipe] = {
     "sl_loop": Recipe("sl_loop", (f"model_name={BASE}", "batch_size=4", *_SMALL)),
     "rl_loop importance_sampling": _rl_loop("importance_sampling"),
@@ -59,34 +75,39 @@ RECIPES: Mapping[str, Recipe] = {
     "rl_loop gspo": _rl_loop("gspo"),
     "math_rl": Recipe(
         "math_rl.train",
-        (f"model_name={BASE}", "loss_fn=importance_sampling", "groups_per_batch=4", "group_size=4", "eval_every=2")
-        + _SMALL,
+        (
+            *_PLAIN,
+            "loss_fn=importance_sampling",
+            "groups_per_batch=4",
+            "group_size=4",
+            "eval_every=2",
+            *_SMALL,
+        ),
     ),
-    "preference.dpo": Recipe(
-        "preference.dpo.train",
-        (f"model_name={BASE}", "renderer_name=role_colon", "batch_size=2", "max_steps=3"),
-    ),
+    "preference.dpo": Recipe("preference.dpo.train", (*_PLAIN, "batch_size=2", "max_steps=3")),
     "preference.shorter": Recipe(
         "preference.shorter.train",
-        (f"model_name={BASE}", "renderer_name=role_colon", "batch_size=2", "group_size=4", "max_tokens=16")
-        + ("eval_every=0", "max_steps=3"),
+        (*_PLAIN, "batch_size=2", "group_size=4", "max_tokens=16", "eval_every=0", "max_steps=3"),
     ),
     "multiplayer_rl.guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
-        (f"model_name={BASE}", "renderer_name=role_colon", "batch_size=2", "group_size=2", "max_tokens=8")
-        + ("eval_every=0", "max_steps=2"),
+        (*_PLAIN, "batch_size=2", "group_size=2", "max_tokens=8", "eval_every=0", "max_steps=2"),
     ),
     "rl_numerics_check": Recipe(
         "rl_numerics_check.train",
-        (f"model_name={CHAT}", "renderer_name=qwen3_disable_thinking", "group_size=2", "groups_per_batch=2")
-        + ("task.num_pages_min=3", "task.num_pages_max=4", "task.page_chars=2000", "max_trajectory_tokens=7000")
-        + ("max_tokens=48", "learning_rate=1e-3", *_SMALL),
+        (
+            *_TOOLS,
+            "group_size=2",
+            "groups_per_batch=2",
+            *_PAGES,
+            "max_tokens=48",
+            "learning_rate=1e-3",
+            *_SMALL,
+        ),
     ),
     "rl_basic": Recipe(
         "rl_basic",
-        (f"model_name={BASE}", "loss_fn=importance_sampling", "dataset_builder.batch_size=8")
-        + ("dataset_builder.group_size=8", "dataset_builder.convo_prefix=None", "max_tokens=12", "learning_rate=1e-3")
-        + ("eval_every=10", "max_steps=41", "lora_rank=8"),
+        (*_GSM8K, "max_tokens=12", "learning_rate=1e-3", "eval_every=10", "max_steps=41", "lora_rank=8"),
         timeout=5400.0,
     ),
 }
@@ -114,14 +135,17 @@ def write_inputs(work: Path, model: str) -> None:
     chance.shuffle(pairs)
     sums = {"train": pairs[:70] * 12, "test": pairs[70:] * 2}
     _dataset(work / "openai/gsm8k", "main", {s: map(_sum, rows) for s, rows in sums.items()})
-    words = "river stone winter garden engine letter window bridge paper silver".split()
+    words = ["river", "stone", "winter", "garden", "engine", "letter", "window", "bridge", "paper", "silver"]
     chats = [
         {
             "prompt": (question := f"Name two things: {chance.choice(words)} or {chance.choice(words)}?"),
             "prompt_id": str(number),
             "messages": [
                 {"role": "user", "content": question},
-                {"role": "assistant", "content": f"The {chance.choice(words)} and the {chance.choice(words)}."},
+                {
+                    "role": "assistant",
+                    "content": f"The {chance.choice(words)} and the {chance.choice(words)}.",
+                },
             ],
             "category": "Chat",
         }
@@ -138,6 +162,21 @@ def write_inputs(work: Path, model: str) -> None:
     pages = [{"text": line + "\n"} for line in text]
     splits = {"train": pages, "validation": pages[:100], "test": pages[:100]}
     _dataset(work / "Salesforce/wikitext", "wikitext-103-raw-v1", splits)
+
+
+def tiny_model(folder: Path) -> str:
+    """Write a model of two small layers with random weights and the bundled tokenizer; returns its folder."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 8192}
+    config = Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **more)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def _sum(pair: tuple[int, int]) -> dict[str, str]:
@@ -213,7 +252,9 @@ def _kept(name: str) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=list(RECIPES))
@@ -221,17 +262,21 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8791)
     arguments = parser.parse_args()
     work = arguments.work.resolve()
-    write_inputs(work, arguments.model)
+    model = tiny_model(work / "tiny") if arguments.model == "tiny" else arguments.model
+    write_inputs(work, model)
     found: dict[str, Any] = {
         "model": arguments.model,
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
         "not_here": dict(NOT_HERE),
         "recipes": {},
     }
-    with served(work, arguments.model, arguments.port) as environment:
+    with served(work, model, arguments.port) as environment:
         for name in arguments.only or RECIPES:
             found["recipes"][name] = result = run(name, RECIPES[name], work, environment)
-            print(f"{name}: status {result['status']}, {len(result['steps'])} steps, {result['seconds']} s", flush=True)
+            print(
+                f"{name}: status {result['status']}, {len(result['steps'])} steps, {result['seconds']} s",
+                flush=True,
+            )
             arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     return int(any(result["status"] != 0 for result in found["recipes"].values()))
 

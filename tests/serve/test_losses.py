@@ -60,7 +60,9 @@ def test_loss_and_gradient(name: str, shift: float) -> None:
     else:
         rollout = RolloutSample(token_ids=ids, loss_mask=mask, rollout_logprobs=torch.cat([q, zero]))
         batch = pack(policy_samples([rollout], [torch.cat([a, zero])]), [torch.cat([w.clamp(min=0), zero])])
-    config = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5} if name in ("ppo", "cispo", "gspo") else {}
+    config = (
+        {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5} if name in ("ppo", "cispo", "gspo") else {}
+    )
     config = {"beta": 0.2} if name == "dro" else config
 
     logprobs = x.clone().requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ from serving import (
 )
 
 from lockstep.errors import DataError, ModelError
-from lockstep.serve import service as services
-from lockstep.serve import work
+from lockstep.serve import sessions, work
 from lockstep.serve.models import BaseModel
-from lockstep.serve.service import Gone, Service
+from lockstep.serve.service import Service
+from lockstep.serve.sessions import Gone
+from lockstep.serve.store import Store
 from lockstep.serve.work import Answer, Busy, Job, Worker
 
 ADAM = types.AdamParams(learning_rate=0.01)
@@ -149,9 +151,10 @@ def test_a_client_that_found_no_room_can_ask_again(served: Any, monkeypatch: pyt
     assert created["model_id"].endswith(":train:0")
 
 
-def test_sessions_that_nobody_uses_make_room(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "MOST_CLIENTS", 1)
-    service = Service(served.bases, served.store)
+def test_sessions_that_nobody_uses_make_room(
+    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(served.bases, Store(tmp_path), most_clients=1)
 
     def create(session: Any) -> None:
         adapters = types.LoraConfig(rank=2, seed=1)
@@ -160,17 +163,18 @@ def test_sessions_that_nobody_uses_make_room(served: Any, monkeypatch: pytest.Mo
         )
         service.create_model(request, "ada")
 
-    first, second = service.create_session("ada"), service.create_session("ada")
+    first, second = (service.sessions.create("ada", None) for _ in range(2))
+    assert service.sessions.create("ada", "key") is service.sessions.create("ada", "key")
     create(first)
     with raises(DataError, "too-large: 1 training clients"):
         create(second)
-    first.used -= services.IDLE_SECONDS + 1
+    first.used -= sessions.IDLE_SECONDS + 1
     create(second)
     with raises(Gone, "unknown-name: there is no session"):
-        service.session(first.id, "ada")
-    monkeypatch.setattr(services, "MOST_SESSIONS", 1)
+        service.sessions.get(first.id, "ada")
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 1)
     with raises(Busy, "too-large: 1 sessions"):
-        service.create_session("ada")
+        service.sessions.create("ada", None)
 
 
 def test_requests_are_limited_in_bytes_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 from raising import raises
 
 from lockstep.errors import CheckpointError, DataError
@@ -70,35 +68,3 @@ def test_few_unnamed_weights_are_kept(tmp_path: Path) -> None:
     store = Store(tmp_path)
     written = [store.write(MODEL, "sampler_weights", None, about(), fill=filled) for _ in range(10)]
     assert [one.folder.exists() for one in written] == [False] * 2 + [True] * 8
-
-
-def test_a_server_started_again_has_what_was_saved_and_no_more(served: Any, service: Any) -> None:
-    import tinker
-
-    from lockstep.serve.app import Server
-    from lockstep.serve.service import Service
-
-    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
-    path = client.save_state("kept").result(240).path
-    store = Store(served.store.directory)
-    again = Server(Service(list(served.bases), store), store.tokens(["ada"]), port=0)
-    ready = threading.Event()
-    thread = threading.Thread(target=again.run, args=(ready.set,), daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    try:
-        later = tinker.ServiceClient(base_url=again.url, api_key=served.tokens["ada"])
-        loaded = later.create_training_client_from_state_with_optimizer(path).result()
-        assert (loaded.get_info().lora_rank, loaded.get_info().model_name) == (2, "tiny")
-        old = client.model_id
-        with pytest.raises(tinker.NotFoundError, match="start from the last saved state"):
-            later.holder.run_coroutine_threadsafe(_info(later.holder, old)).result()
-    finally:
-        again.stop()
-        thread.join(60)
-
-
-async def _info(holder: Any, model_id: str) -> Any:
-    from tinker.lib.public_interfaces.training_client import fetch_training_info
-
-    return await fetch_training_info(holder, model_id)

@@ -20,7 +20,8 @@ from tinker import types
 
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.serve import wire
-from lockstep.serve.service import Gone, Service
+from lockstep.serve.service import NotKept, Service
+from lockstep.serve.sessions import Gone
 from lockstep.serve.store import Checkpoint, same
 from lockstep.serve.work import Busy
 
@@ -60,7 +61,6 @@ class Api:
             "client/config": lambda body, user: CONFIG,
             "client/dynamic_config": lambda body, user: {"refresh_interval_sec": 300},
             "telemetry": lambda body, user: {"status": "accepted"},
-            "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "create_model": self._queued(types.CreateModelRequest, service.create_model),
             "get_info": self._info,
@@ -87,6 +87,7 @@ class Api:
             *(self._route(path, self._post(answer)) for path, answer in posts.items()),
             *(self._route(path, self._get(answer), "GET") for path, answer in gets.items()),
             self._route(checkpoint, self._delete_checkpoint, "DELETE"),
+            self._route("create_session", self._create_session),
             self._route("sessions/{session}/finish", self._finish),
             self._route("retrieve_future", self._retrieve),
         ]
@@ -138,12 +139,8 @@ class Api:
 
         return answer
 
-    def _create_session(self, body: bytes, user: str) -> Any:
-        wire.parse(types.CreateSessionRequest, body)
-        return {"type": "create_session", "session_id": self._service.create_session(user).id}
-
     def _heartbeat(self, body: bytes, user: str) -> Any:
-        self._service.session(wire.parse(types.SessionHeartbeatRequest, body).session_id, user)
+        self._service.sessions.get(wire.parse(types.SessionHeartbeatRequest, body).session_id, user)
         return {"type": "session_heartbeat"}
 
     def _info(self, body: bytes, user: str) -> Any:
@@ -164,7 +161,7 @@ class Api:
         return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
 
     def _get_sampler(self, request: Request, user: str) -> Any:
-        sampling = self._service.sampling(request.path_params["sampler"], user)
+        sampling = self._service.sessions.sampling(request.path_params["sampler"], user)
         path = None if sampling.checkpoint is None else sampling.checkpoint.path
         return {"sampler_id": sampling.id, "base_model": sampling.base.name, "model_path": path}
 
@@ -184,8 +181,13 @@ class Api:
         found = self._service.store.of_model(request.path_params["model"], owner=user)
         return {"checkpoints": [_described(one) for one in found]}
 
+    async def _create_session(self, request: Request, user: str, body: bytes) -> Response:
+        wire.parse(types.CreateSessionRequest, body)
+        session = self._service.sessions.create(user, request.headers.get("x-idempotency-key"))
+        return _json({"type": "create_session", "session_id": session.id})
+
     async def _finish(self, request: Request, user: str, body: bytes) -> Response:
-        self._service.finish_session(request.path_params["session"], user)
+        self._service.sessions.finish(request.path_params["session"], user)
         return Response(status_code=204)
 
     async def _delete_checkpoint(self, request: Request, user: str, body: bytes) -> Response:
@@ -241,6 +243,8 @@ def _failed(error: LockstepError) -> Response:
         status = 401
     elif isinstance(error, Busy):
         status = 429
+    elif isinstance(error, NotKept):
+        status = 410
     elif isinstance(error, Gone) or error.code == "no-such-file":
         status = 404
     elif error.code == "too-large":

@@ -9,9 +9,10 @@ With x = log p(target) of the policy, q the logprob given for it, w its weight a
     gspo                  -min(s A, clip(s, low, high) A)      s = sg(exp(mean of x - q where m)) p / sg(p)
     dro                   -(A x - beta / 2 (x - q)^2)
 
-(https://tinker-docs.thinkingmachines.ai/tinker/losses and its pages gspo and dro.) `low` and `high` are bounds
-of the ratio: 0.8 and 1.2 if the request names none; of gspo 1 - 3e-4 and 1 + 4e-4, as in arXiv 2507.18071,
-section 5.1. m is the datum's sequence_ratio_mask. beta has no published default, so that a request names it.
+(https://tinker-docs.thinkingmachines.ai/tinker/losses and its pages gspo and dro; GSPO-token is eq. 14 of
+arXiv 2507.18071, and dro is of arXiv 2405.19107.) `low` and `high` are bounds of the ratio: 0.8 and 1.2 if
+the request names none, and for gspo 1 - 3e-4 and 1 + 4e-4, the ones of its paper. m is the
+sequence_ratio_mask of a datum. beta has no published default: a request names it.
 """
 
 from __future__ import annotations

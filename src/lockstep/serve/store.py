@@ -1,6 +1,7 @@
 """The run directory of a server: tokens, and checkpoints that outlive it.
 
 tokens.json                             user -> token, readable by its owner alone
+sessions/                               see serve/sessions
 models/MODEL/weights/NAME/              a training state (train/state), and about.json
 models/MODEL/sampler_weights/NAME/      weights.safetensors, and about.json
 """
@@ -43,6 +44,8 @@ class About:
     adapters: Mapping[str, Any] | None
     """Fields of AdapterSpec; None: all weights are trained."""
     time: float
+    seq: int = 0
+    """The request of its client that wrote it."""
     expires_at: float | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -169,6 +172,12 @@ class Store:
 
     def of_model(self, model_id: str, *, owner: str) -> list[Checkpoint]:
         """Return a model's named checkpoints that `owner` may see, oldest first."""
+        found = [one for one in self.written(model_id) if one.about.owner == owner]
+        named = [one for one in found if not one.name.startswith(_EPHEMERAL)]
+        return sorted(named, key=lambda one: one.about.time)
+
+    def written(self, model_id: str) -> list[Checkpoint]:
+        """Return all checkpoints of a model that have not expired, unnamed ones too."""
         if not _MODEL.fullmatch(model_id):
             return []
         found = []
@@ -177,10 +186,9 @@ class Store:
             folder = self.directory / "models" / model_id / kind
             for entry in folder.iterdir() if folder.is_dir() else ():
                 about = _about(entry) if _NAME.fullmatch(entry.name) else None
-                named = not entry.name.startswith(_EPHEMERAL)
-                if about and about.owner == owner and named and not about.expired:
+                if about is not None and not about.expired:
                     found.append(Checkpoint(model_id, kind, entry.name, entry, about))
-        return sorted(found, key=lambda one: one.about.time)
+        return found
 
     def delete(self, path: str, *, owner: str) -> None:
         """Remove a checkpoint. Raises DataError: see `find`."""

@@ -75,13 +75,17 @@ class Worker:
         with self._changed:
             return self._jobs.get(request_id)
 
+    def require_room(self, size: int) -> None:
+        """Raises Busy: a job of `size` bytes cannot be queued now."""
+        if self._closed:
+            raise Busy("wrong-state: the server ends")
+        if self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES:
+            raise Busy(f"too-large: {self._waiting} requests are waiting; try again later")
+
     def submit(self, job: Job) -> None:
         """Queue a job. Raises Busy."""
         with self._changed:
-            if self._closed:
-                raise Busy("wrong-state: the server ends")
-            if self._waiting >= MOST_WAITING or self._waiting_bytes + job.size > MOST_WAITING_BYTES:
-                raise Busy(f"too-large: {self._waiting} requests are waiting; try again later")
+            self.require_room(job.size)
             self._jobs[job.id] = job
             self._lanes.setdefault(job.lane, deque()).append(job)
             self._waiting += 1
