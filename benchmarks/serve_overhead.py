@@ -153,7 +153,9 @@ def direct(arguments: argparse.Namespace, *, packed: bool) -> list[dict[str, flo
                 GenerationRequest(prompt_token_ids=tuple(p), sampling=sampling, seeds=tuple(range(GROUP)))
                 for p in prompts(arguments, step)
             ]
-            groups = timed(parts, "sample", lambda requests=requests: sampler.generate(requests))
+            groups = timed(
+                parts, "sample", lambda requests=requests: sampler.generate(requests, seconds=3600.0)
+            )
             samples, advantages = [], []
             for completion in (completion for group in groups for completion in group):
                 prompt = len(completion.prompt_token_ids)

@@ -5,8 +5,8 @@
 Needs `pip install --no-deps -r benchmarks/tinker_constraints.txt` beside lockstep-rl[serve]. Starts a server
 with one model under two of the hub names that recipes know, and runs each recipe as its own command in a
 working directory where these names are folders with the tokenizer and the data sets are folders of generated
-rows, so that nothing is downloaded. FILE has each command, its exit status, seconds, the metrics of its steps,
-and the recipes that cannot run here, with the reason.
+rows, so that nothing is downloaded. FILE has each command, its exit status, seconds, the metrics of its
+steps, and the recipes that cannot run here, with the reason.
 
 - gsm8k holds sums of one digit: 70 pairs to train on, 30 others to evaluate with.
 - wikitext is this repository's documentation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import post, result
+from serving import message, post, result
 
 
 def session(served: Any, user: str = "ada") -> str:
@@ -22,20 +22,6 @@ def client(served: Any, user: str = "ada") -> str:
 
 def step(served: Any, body: bytes) -> tuple[int, dict[str, Any]]:
     return post(served, "forward_backward", body, **{"Content-Type": "application/x-protobuf"})
-
-
-def message(model_id: str, seq_id: int = 1, tokens: bytes = b"\5\0\0\0", **floats: bytes) -> bytes:
-    from tinker.proto import tinker_public_pb2 as pb
-
-    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
-    one = request.data.add()
-    one.model_input.add().encoded_text.tokens = tokens
-    target = one.loss_fn_inputs["target_tokens"]
-    target.dtype, target.dense = pb.DTYPE_INT64, floats.pop("targets", b"\6" + bytes(7))
-    for name, raw in floats.items():
-        one.loss_fn_inputs[name].dtype, one.loss_fn_inputs[name].dense = pb.DTYPE_FLOAT32, raw
-    encoded: bytes = request.SerializeToString()
-    return encoded
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +132,12 @@ def test_malformed_documents(served: Any) -> None:
         {"sampling_params": {"temperature": -1.0}},
         {"sampling_params": {"top_p": 0.0}},
         {"sampling_params": {"stop": ["x"] * 1000}},
-        {"topk_prompt_logprobs": 5},
+        {"topk_prompt_logprobs": 65},
+        {"topk_sample_logprobs": -1},
+        {"target_prompt_logprobs": {"data": [5, 6], "dtype": "int64", "shape": [2]}},
+        {"target_prompt_logprobs": {"data": [10**6], "dtype": "int64", "shape": [1, 1]}},
+        {"target_prompt_logprobs": {"data": [2**64], "dtype": "int64", "shape": [1, 1]}},
+        {"prompt_logprobs_last_n": 1},
         {"prompt_alt_tokens_k": 2},
         {"seq_id": -1},
         {"sampling_session_id": "s-0:sample:0"},

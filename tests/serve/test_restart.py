@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import PROMPT, SECONDS, datum, forward, post, result, sampled, tinker, types
+from serving import PROMPT, SECONDS, datum, forward, message, post, result, sampled, tinker, types
 
 from lockstep.engine.remote.server import free_port
 
@@ -116,8 +116,6 @@ def test_a_request_that_is_sent_again_after_a_kill_does_not_train_again(server: 
     asked = post(server, "optim_step", adam)[1]["request_id"]
     assert result(server, asked)["error"].startswith("no-gradients")
     forward_backward = {"Content-Type": "application/x-protobuf"}
-    from test_hostile import message
-
     trained = post(server, "forward_backward", message(model_id, 3), **forward_backward)[1]["request_id"]
     server.restart()  # the step may have been executed, and nobody has its answer
 
@@ -138,7 +136,7 @@ def test_a_request_that_is_sent_again_after_a_kill_does_not_train_again(server: 
 @pytest.mark.exhaustive
 def test_what_was_acknowledged_as_saved_survives_kills_at_any_moment(server: Killable, user: Any) -> None:
     client = user.create_lora_training_client("tiny", rank=2, seed=3).result()
-    acknowledged: dict[str, torch.Tensor] = {}
+    acknowledged: list[str] = []
     for round_ in range(6):
         with contextlib.suppress(tinker.RequestFailedError):
             futures = []
@@ -146,11 +144,10 @@ def test_what_was_acknowledged_as_saved_survives_kills_at_any_moment(server: Kil
                 client.forward_backward([datum([*PROMPT, 30 + number], weights=[1.0] * 5)], "cross_entropy")
                 client.optim_step(types.AdamParams(learning_rate=0.01))
                 futures.append(client.save_state(f"{round_}-{number}"))
-            acknowledged[futures[0].result(SECONDS).path] = torch.empty(0)
+            acknowledged.append(futures[0].result(SECONDS).path)
             time.sleep(0.05 * round_)
         server.restart()
-        last = list(acknowledged)[-1]
-        client.load_state_with_optimizer(last).result(SECONDS)
+        client.load_state_with_optimizer(acknowledged[-1]).result(SECONDS)
     for path in acknowledged:
         loaded = user.create_training_client_from_state_with_optimizer(path).result()
         assert len(forward(loaded, PROMPT)) == 4

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +26,10 @@ from serving import (
     weights,
 )
 
-from lockstep.errors import DataError, ModelError
-from lockstep.serve import sessions, work
+from lockstep.cli.serve import main as serve_command
+from lockstep.errors import ConfigError, DataError, EngineError, ModelError, TrainError
+from lockstep.serve import sessions, wire, work
+from lockstep.serve.app import Server
 from lockstep.serve.models import BaseModel
 from lockstep.serve.service import Service
 from lockstep.serve.sessions import Gone
@@ -92,6 +97,47 @@ def test_the_last_logprobs_of_a_prompt(service: Any) -> None:
     )
     assert last[:3] == [None] * 3
     assert torch.equal(torch.tensor(last[3:]), forward(client, PROMPT)[2:])
+
+
+def test_candidates_of_prompts_and_samples(service: Any) -> None:
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    client.forward_backward([datum(PROMPT, weights=[1.0] * 4)], "cross_entropy")
+    client.optim_step(ADAM)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=3, seed=1, stop=[])
+    targets = [[token, -1] for token in PROMPT[1:]]
+    answer = sampler.sample(
+        prompt,
+        1,
+        params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=256,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=types.TensorData.from_torch(torch.tensor(targets)),
+    )
+    with pytest.raises(tinker.BadRequestError, match="topk_prompt_logprobs = 256"):
+        answer.result(SECONDS)
+    answer = sampler.sample(
+        prompt,
+        1,
+        params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=64,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=types.TensorData.from_torch(torch.tensor(targets)),
+    ).result(SECONDS)
+    own = forward(client, PROMPT)
+    assert torch.equal(answer.target_prompt_logprobs.to_torch(), torch.stack([own, torch.zeros(4)], 1))
+    assert answer.topk_prompt_logprobs[0] is None
+    for position, top in enumerate(answer.topk_prompt_logprobs[1:], start=1):
+        values = [logprob for _, logprob in top]
+        assert len(top) == 64 and values == sorted(values, reverse=True)
+        for token, logprob in top[:2]:  # of the trainer too, with this token in place of the prompt's
+            assert float(forward(client, [*PROMPT[:position], token])[-1]) == logprob
+    sequence = answer.sequences[0]
+    for token, logprob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+        assert len(top) == 2 and top[0][1] >= top[1][1]
+        assert dict(top).get(token, logprob) == logprob <= top[0][1]
 
 
 def test_stop_strings(served: Any, service: Any) -> None:
@@ -175,6 +221,57 @@ def test_sessions_that_nobody_uses_make_room(
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 1)
     with raises(Busy, "too-large: 1 sessions"):
         service.sessions.create("ada", None)
+
+
+def test_too_little_memory_and_late_samples_are_errors_of_their_own(served: Any, tmp_path: Path) -> None:
+    def full() -> Answer:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = Worker(lambda jobs: [], most_together=1)
+    job = Job("client:0", "lane", run=full)
+    worker.submit(job)
+    worker.start()
+    with raises(TrainError, "out-of-memory: close clients that are done"):
+        job.future.result(60)
+    worker.close()
+
+    service = Service(served.bases, Store(tmp_path), sample_seconds=0.05)
+    session = service.sessions.create("ada", None)
+    opened = types.CreateSamplingSessionRequest(
+        session_id=session.id, sampling_session_seq_id=0, base_model="tiny"
+    )
+    body = {
+        "sampling_session_id": service.create_sampling(opened, "ada").id,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 3000, "stop": []},
+    }
+    request_id, _ = service.sample(wire.sample_request(json.dumps(body).encode()), "ada")
+    service.worker.start()
+    with raises(EngineError, "deadline: not done after 0.05 s"):
+        service.job(request_id, "ada").future.result(60)
+    service.worker.close()
+
+
+def test_a_server_for_other_machines_has_the_tokens_of_a_file(
+    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ["--model", "tiny=shape:tiny-qwen3", "--host", "0.0.0.0"]
+    with raises(ConfigError, "missing-setting: lets other machines in"):
+        serve_command(model)
+    with raises(ConfigError, "contradiction: leave --user out"):
+        serve_command([*model, "--tokens", "tokens.json", "--user", "ada"])
+    server = Server(Service(served.bases, Store(tmp_path)), {"ada": "tml-x"}, port=0, host="0.0.0.0")
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    here = SimpleNamespace(url=f"http://127.0.0.1:{server.port}", tokens={"ada": "tml-x", "bob": "tml-y"})
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    assert post(here, "create_session", body, Host="any.example")[0] == 200
+    assert post(here, "create_session", body, user="bob")[0] == 401
+    server.stop()
+    thread.join(60)
 
 
 def test_requests_are_limited_in_bytes_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

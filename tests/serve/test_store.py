@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 from typing import Any
 
 from raising import raises
 
-from lockstep.errors import CheckpointError, DataError
-from lockstep.serve.store import About, Store
+from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.serve.store import About, Store, read_tokens
 
 MODEL = f"s-{'0' * 32}:train:0"
 
@@ -68,3 +69,21 @@ def test_few_unnamed_weights_are_kept(tmp_path: Path) -> None:
     store = Store(tmp_path)
     written = [store.write(MODEL, "sampler_weights", None, about(), fill=filled) for _ in range(10)]
     assert [one.folder.exists() for one in written] == [False] * 2 + [True] * 8
+
+
+def test_tokens_of_a_file_are_the_owners_alone(tmp_path: Path) -> None:
+    path, good = tmp_path / "tokens.json", "tml-" + "a" * 32
+    path.touch(0o600)
+    for text, words in (
+        ("[]", "wrong-format: user -> token"),
+        ('{"ada": "tml-short"}', "wrong-format: 32 or more"),
+        (json.dumps({"ada": good, "bob": good}), "duplicate: one token"),
+    ):
+        path.write_text(text)
+        with raises(ConfigError, words):
+            read_tokens(path)
+    path.write_text(json.dumps({"ada": good}))
+    assert read_tokens(path) == {"ada": good}
+    path.chmod(0o640)
+    with raises(ConfigError, "not-ours: lets others read it"):
+        read_tokens(path)

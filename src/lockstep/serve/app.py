@@ -6,19 +6,19 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from tinker import types
 
+from lockstep.cluster.ray import is_loopback
 from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.processes.http_server import LOOPBACK, HttpServer
 from lockstep.serve import wire
 from lockstep.serve.service import NotKept, Service
 from lockstep.serve.sessions import Gone
@@ -26,7 +26,6 @@ from lockstep.serve.store import Checkpoint, same
 from lockstep.serve.work import Busy
 
 log = logging.getLogger(__name__)
-HOST = "127.0.0.1"
 _POLL_SECONDS, _BODY_SECONDS = 20.0, 60.0
 Handler = Callable[[Request, str, bytes], Awaitable[Response]]
 
@@ -52,11 +51,15 @@ REFUSED = (
 
 
 class Api:
-    """The routes below /api/v1, over a Service; `tokens` maps users to their tokens."""
+    """The routes below /api/v1, over a Service.
 
-    def __init__(self, service: Service, tokens: Mapping[str, str], *, port: int) -> None:
-        self._service, self._tokens = service, dict(tokens)
-        self._hosts = {f"{name}:{port}" for name in (HOST, "localhost", "[::1]")}
+    Args:
+        tokens: user -> token.
+        hosts: names of this server; empty: any.
+    """
+
+    def __init__(self, service: Service, tokens: Mapping[str, str], *, hosts: Collection[str]) -> None:
+        self._service, self._tokens, self._hosts = service, dict(tokens), frozenset(hosts)
         posts: dict[str, Callable[[bytes, str], Any]] = {
             "client/config": lambda body, user: CONFIG,
             "client/dynamic_config": lambda body, user: {"refresh_interval_sec": 300},
@@ -105,7 +108,7 @@ class Api:
     def _user(self, request: Request) -> str:
         """Return whose token the request has. Raises DataError: nobody's, or for a server of another name."""
         # A page of another site can make a browser send requests here under its own name.
-        if request.headers.get("host", "").lower() not in self._hosts:
+        if self._hosts and request.headers.get("host", "").lower() not in self._hosts:
             raise _NotAllowed("not-authenticated: this server has other names")
         given = request.headers.getlist("x-api-key")
         found = [user for user, token in self._tokens.items() if len(given) == 1 and same(given[0], token)]
@@ -279,52 +282,39 @@ def _time(seconds: float) -> str:
 
 
 class Server:
-    """A server that listens on loopback. `run` answers until a signal or `stop`.
+    """A server that listens. `run` answers until a signal or `stop`.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or the host is not one of this machine.
     """
 
-    def __init__(self, service: Service, tokens: Mapping[str, str], *, port: int) -> None:
+    def __init__(
+        self, service: Service, tokens: Mapping[str, str], *, port: int, host: str = LOOPBACK
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((HOST, port))
+            listening = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise ConfigError(f"port-in-use: --port {port} ({error.strerror}); give another") from error
-        self.port = int(self._socket.getsockname()[1])
-        self.url = f"http://{HOST}:{self.port}"
+            raise ConfigError(
+                f"port-in-use: --host {host} --port {port} ({error.strerror}); give another"
+            ) from error
+        self.port = int(listening.getsockname()[1])
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._service = service
-        config = uvicorn.Config(
-            Starlette(
-                routes=Api(service, tokens, port=self.port).routes,
-                exception_handlers={404: _not_served, 405: _not_served},
-            ),
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,
-        )
-        self._server = _Uvicorn(config)
+        # Others know this machine by names that it does not.
+        names = (host, LOOPBACK, "localhost", "[::1]") if is_loopback(host) else ()
+        api = Api(service, tokens, hosts={f"{name}:{self.port}" for name in names})
+        app = Starlette(routes=api.routes, exception_handlers={404: _not_served, 405: _not_served})
+        self._server = HttpServer(app, listening)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Answer requests; `ready` is called when the first can be answered."""
-        self._server.ready = ready
         self._service.worker.start()
-        with closing(self._socket):
-            try:
-                self._server.run(sockets=[self._socket])
-            finally:
-                self._service.worker.close()
+        try:
+            self._server.run(ready)
+        finally:
+            self._service.worker.close()
 
     def stop(self) -> None:
         """End `run`, from another thread."""
-        self._server.should_exit = True
-
-
-class _Uvicorn(uvicorn.Server):
-    ready: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.ready()
+        self._server.stop()

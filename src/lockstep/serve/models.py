@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,11 @@ from lockstep.config.train import TrainConfig
 from lockstep.engine.native.engine import NativeEngine
 from lockstep.engine.spec import admit_decoding
 from lockstep.models.architectures import causal_lm
+from lockstep.models.forward import decoder_inputs, run_decoder
+from lockstep.models.heads import head_options
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.lora import add_lora
+from lockstep.ops.logprobs import HeadOptions, head_logits, linear_logprobs
 from lockstep.packing import pack
 from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, RolloutSample, TrainSample, policy_samples
@@ -276,9 +280,19 @@ class Sampler:
         )
         self._engine.update_weights(update)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Return the samples of each request. Raises EngineError."""
-        return self._engine.generate(requests)
+    def generate(self, requests: Sequence[GenerationRequest], *, seconds: float) -> list[list[Completion]]:
+        """Return the samples of each request; those that are not done after `seconds` end with "abort".
+
+        Raises:
+            EngineError: see Engine.generate.
+        """
+        deadline = threading.Timer(seconds, self._engine.abort)
+        deadline.daemon = True
+        deadline.start()
+        try:
+            return self._engine.generate(requests)
+        finally:
+            deadline.cancel()
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:
@@ -290,8 +304,48 @@ class Sampler:
         values: Tensor = self._scorer(batch.to(device), rows, labels, None)
         return scatter(values, rows, batch.num_slots)[: len(ids) - 1].cpu()
 
+    @torch.no_grad()
+    def candidates(self, token_ids: Sequence[int], ids: Tensor | int, *, last: int) -> tuple[Tensor, Tensor]:
+        """Score other tokens in place of each of the last tokens of a document.
+
+        Args:
+            ids: [R, K] int64, -1 for none; or how many of the likeliest.
+            last: R.
+
+        Returns:
+            ids [R, K] and their logprobs [R, K] float32 at temperature 1, bitwise `score`'s of the document;
+            0 for -1.
+        """
+        whole = torch.tensor(token_ids, dtype=torch.int64)
+        batch = document(Datum(inputs=whole[:-1], targets=whole[1:], floats={}))
+        weight: Tensor = causal_lm(self._module).get_output_embeddings().weight  # type: ignore[union-attr,assignment]
+        rows = torch.arange(len(token_ids) - 1 - last, len(token_ids) - 1, device=weight.device)
+        config = self.base.train_config
+        inputs = decoder_inputs(
+            self._module,
+            batch.to(weight.device),
+            layout=config.layout,
+            padding_side=config.padding_side,
+            compiled=False,
+        )
+        hidden = run_decoder(self._module, inputs, rows)
+        head = head_options(self._module, temperature=1.0, compiled=False)
+        if isinstance(ids, int):
+            ids = likeliest(hidden, weight, head, count=min(ids, self.base.vocab_size))
+        columns = [linear_logprobs(hidden, weight, c, head=head)[0] for c in ids.to(weight.device).unbind(1)]
+        return ids.cpu(), torch.stack(columns, 1).cpu()
+
     def close(self) -> None:
         self._engine.close()
+
+
+def likeliest(hidden: Tensor, weight: Tensor, head: HeadOptions, *, count: int) -> Tensor:
+    """[R, count] int64: the tokens with the highest logits of hidden states [R, C], the highest first."""
+    found = []
+    for part in hidden.split(64):  # the logits of a whole prompt would not fit
+        logits = head_logits(part, weight, head, weight.new_empty(len(part), len(weight)))
+        found.append(logits.topk(count, dim=1).indices)
+    return torch.cat(found)
 
 
 def document(datum: Datum) -> PackedBatch:

@@ -21,7 +21,7 @@ import torch
 from tinker import types
 from torch import Tensor
 
-from lockstep.errors import DataError, LockstepError
+from lockstep.errors import DataError, EngineError, LockstepError
 from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.serve import wire
 from lockstep.serve.losses import ServedLoss, make_loss
@@ -41,6 +41,8 @@ from lockstep.serve.work import Answer, Job, Worker
 
 MOST_CLIENTS = 64
 """Training clients whose adapters and optimizer states are in memory, if a server is not given a number."""
+SAMPLE_SECONDS = 3600.0
+"""The deadline of the sample requests that are executed together."""
 MOST_SAMPLERS = 8
 """Modules with an engine, one for each shape of adapters that was sampled with lately."""
 _TTL = (3600, 10 * 366 * 86400)
@@ -53,9 +55,16 @@ class NotKept(DataError):
 class Service:
     """See the module."""
 
-    def __init__(self, bases: Sequence[BaseModel], store: Store, *, most_clients: int = MOST_CLIENTS) -> None:
+    def __init__(
+        self,
+        bases: Sequence[BaseModel],
+        store: Store,
+        *,
+        most_clients: int = MOST_CLIENTS,
+        sample_seconds: float = SAMPLE_SECONDS,
+    ) -> None:
         self.bases = {base.name: base for base in bases}
-        self.store = store
+        self.store, self._sample_seconds = store, sample_seconds
         self.sessions = Sessions(self.bases, store, most_clients=most_clients)
         self.worker = Worker(self._sample_together, most_together=MAX_BATCH)
         self._samplers: OrderedDict[tuple[Any, ...], Sampler] = OrderedDict()
@@ -379,6 +388,9 @@ class Service:
                 f"{sampling.base.max_positions - 1}",
                 found=len(prompt),
             )
+        if request.targets is not None:
+            named = request.targets[request.targets >= 0].numpy()
+            wire.check_tokens(named, "target_prompt_logprobs", vocab_size=sampling.base.vocab_size)
         limit = min(request.sampling.max_tokens or room, room)
         request = dataclasses.replace(
             request, sampling=dataclasses.replace(request.sampling, max_tokens=limit)
@@ -408,9 +420,17 @@ class Service:
                     seeds=tuple(self._seed(job.id, request, index) for index in range(request.n)),
                 )
                 for job, request in zip(jobs, requests, strict=True)
-            ]
+            ],
+            seconds=self._sample_seconds,
         )
-        return [_sampled(sampler, request, group) for request, group in zip(requests, groups, strict=True)]
+        late = EngineError(
+            f"deadline: the samples were not done after {self._sample_seconds:g} s; ask for fewer or shorter "
+            "ones, or start the server with a higher --sample-seconds"
+        )
+        return [
+            late if any(one.finish_reason == "abort" for one in group) else _sampled(sampler, request, group)
+            for request, group in zip(requests, groups, strict=True)
+        ]
 
     def _seed(self, request_id: str, request: wire.SampleRequest, index: int) -> int:
         """A sample's noise is a function of its request's seed; without one, of this server and request."""
@@ -462,26 +482,33 @@ class Service:
 def _sampled(sampler: Sampler, request: wire.SampleRequest, group: Sequence[Completion]) -> Answer:
     sequences = []
     for completion in group:
+        whole = (*completion.prompt_token_ids, *completion.token_ids)
         logprobs = torch.tensor(completion.logprobs, dtype=torch.float32)
         # The engine's are of the logits it drew from; the API's are at temperature 1, which greedy counts as.
         if request.sampling.temperature not in (0.0, 1.0):
-            whole = (*completion.prompt_token_ids, *completion.token_ids)
             logprobs = sampler.score(whole)[len(completion.prompt_token_ids) - 1 :]
+        top = None
+        if request.top_sampled:
+            top = sampler.candidates(whole, request.top_sampled, last=len(completion.token_ids))
         stopped = completion.finish_reason == "stop"
-        sequences.append(wire.Sampled(token_ids=completion.token_ids, logprobs=logprobs, stopped=stopped))
-    return Answer(wire.sample_response(sequences, _prompt_logprobs(sampler, request)), protobuf=True)
+        sequences.append(
+            wire.Sampled(token_ids=completion.token_ids, logprobs=logprobs, stopped=stopped, top=top)
+        )
+    length = len(request.prompt)
+    return Answer(wire.sample_response(sequences, _scored(sampler, request), length=length), protobuf=True)
 
 
-def _prompt_logprobs(sampler: Sampler, request: wire.SampleRequest) -> Tensor | None:
-    """[P] float32: NaN for the first token, and for those that are not asked for."""
-    if request.prompt_logprobs == 0:
-        return None
-    values = torch.full((len(request.prompt),), math.nan)
-    if len(request.prompt) > 1:
-        values[1:] = sampler.score(request.prompt)
-    if request.prompt_logprobs > 0:
-        values[: len(values) - request.prompt_logprobs] = math.nan
-    return values
+def _scored(sampler: Sampler, request: wire.SampleRequest) -> wire.ScoredPrompt:
+    prompt, logprobs, top, targets = request.prompt, None, None, None
+    if request.prompt_logprobs:
+        logprobs = torch.full((len(prompt),), math.nan)
+        if request.last:
+            logprobs[-request.last :] = sampler.score(prompt)[-request.last :]
+    if request.top_prompt and request.last:
+        top = sampler.candidates(prompt, request.top_prompt, last=request.last)
+    if request.targets is not None and len(request.targets):
+        targets = sampler.candidates(prompt, request.targets, last=len(request.targets))[1]
+    return wire.ScoredPrompt(logprobs=logprobs, top=top, targets=targets)
 
 
 def _loss_of(loss: ServedLoss, datum: wire.Datum, logprobs: Tensor) -> float:

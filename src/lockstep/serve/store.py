@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.common_errors import cannot_write
-from lockstep.errors import CheckpointError, DataError
+from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.observe.files import parse_json, read_json, sync_folder, write_json
+from lockstep.observe.trust import read_own
 
 Kind = Literal["weights", "sampler_weights"]
 WEIGHTS = "weights.safetensors"
@@ -30,6 +31,7 @@ _ABOUT, _TOKENS = "about.json", "tokens.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", re.ASCII)
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)", re.ASCII)
 _MODEL = re.compile(r"s-[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
+_TOKEN = re.compile(r"tml-[A-Za-z0-9_-]{32,512}", re.ASCII)
 _EPHEMERAL = "ephemeral-"
 _KEPT_EPHEMERAL = 8
 """Unnamed sampler weights that are kept for each model."""
@@ -193,6 +195,26 @@ class Store:
     def delete(self, path: str, *, owner: str) -> None:
         """Remove a checkpoint. Raises DataError: see `find`."""
         shutil.rmtree(self.find(path, owner=owner).folder)
+
+
+def read_tokens(path: Path) -> dict[str, str]:
+    """Read the tokens of users from a JSON file that nobody else may read.
+
+    Raises:
+        ConfigError: others may read or write it; it is no such file; a token is short or of two users.
+    """
+    found = parse_json(read_own(path, ConfigError, limit=2**20, secret=True), str(path), ConfigError)
+    if not isinstance(found, dict) or not found or not all(isinstance(t, str) for t in found.values()):
+        raise ConfigError(f"wrong-format: {path} must be a JSON object: user -> token")
+    for user, token in found.items():
+        if not _TOKEN.fullmatch(token):
+            raise ConfigError(
+                f"wrong-format: {path}: the token of {user[:80]!r} must be tml- and 32 or more of letters, "
+                "digits, - and _"
+            )
+    if len(set(found.values())) < len(found):
+        raise ConfigError(f"duplicate: {path} gives two users one token")
+    return found
 
 
 def checked_name(name: str) -> str:
