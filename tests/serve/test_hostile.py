@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import pytest
 from serving import message, post, result
+
+from lockstep.observe.metrics import peak_rss_bytes
+
+zstandard = pytest.importorskip("zstandard", reason="of the client")
 
 
 def session(served: Any, user: str = "ada") -> str:
@@ -162,3 +168,98 @@ def test_what_is_not_served_is_refused_by_name(served: Any) -> None:
     for name in REFUSED:
         status, answer = post(served, name, {})
         assert (status, answer["code"], answer["request"]) == (400, "refused", name)
+
+
+def test_500_generated_requests(served: Any) -> None:
+    """Each gets a typed refusal, none changes the client that it is about, and memory stays bounded."""
+    chance = random.Random(5)
+    model_id, bobs, before = client(served), client(served, "bob"), peak_rss_bytes()
+    good = message(model_id, 1)
+    bomb = zstandard.compress(bytes(2**26))
+    names = (
+        "../x",
+        "a/b",
+        "/etc/passwd",
+        ".",
+        "..",
+        "\0",
+        "x" * 10**5,
+        "%2e%2e",
+        "a\nb",
+        "$(id)",
+        "",
+        "\ud800",
+    )
+    fields = {
+        "create_model": {
+            "session_id": "s",
+            "model_seq_id": 0,
+            "base_model": "tiny",
+            "lora_config": {"rank": 2},
+        },
+        "optim_step": {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
+        "save_weights": {"model_id": model_id, "seq_id": 1, "path": "x"},
+        "save_weights_for_sampler": {"model_id": model_id, "seq_id": 1, "path": "x"},
+        "load_weights": {"model_id": model_id, "seq_id": 1, "path": "tinker://x", "optimizer": True},
+        "create_sampling_session": {"session_id": "s", "sampling_session_seq_id": 0, "base_model": "tiny"},
+        "retrieve_future": {"request_id": f"{bobs}:0"},
+        "get_info": {"model_id": bobs},
+        "weights_info": {"tinker_path": "tinker://x/weights/y"},
+        "session_heartbeat": {"session_id": bobs.partition(":")[0]},
+    }
+    wrong = (
+        None,
+        -1,
+        2**70,
+        1e400,
+        [],
+        {},
+        True,
+        "",
+        "\0",
+        "x" * 10**5,
+        bobs,
+        f"tinker://{bobs}/weights/x",
+        [[]],
+    )
+
+    def request(number: int) -> tuple[str, Any, dict[str, str]]:
+        kind = number % 5
+        if kind == 0:  # protobuf: cut, flipped, with a length that is a lie
+            cut = bytearray(good[: chance.randrange(len(good))])
+            for _ in range(chance.randrange(1, 6)):
+                cut.insert(chance.randrange(len(cut) + 1), chance.randrange(256))
+            return "forward_backward", b"\x12\xff\xff\xff\xff\x7f" + bytes(cut), {}
+        if kind == 1:
+            return "forward_backward", bomb, {"Content-Encoding": chance.choice(["zstd", "gzip", "br", "x"])}
+        if kind == 2:  # JSON that is broken, deep, or another kind of value
+            raw = json.dumps(chance.choice(list(fields.values()))).encode()
+            broken = (
+                raw[: chance.randrange(1, len(raw))],
+                b"[" * 10**5,
+                b'{"a":' * 10**4,
+                b"9" * 10**5,
+                b"\xff",
+            )
+            return chance.choice(list(fields)), chance.choice(broken), {}
+        if kind == 3:
+            body = {"model_id": model_id, "seq_id": 1, "path": chance.choice(names)}
+            return chance.choice(["save_weights", "load_weights"]), body, {}
+        path = chance.choice(list(fields))
+        body = dict(fields[path])
+        body[chance.choice(list(body))] = chance.choice(wrong)
+        if body.get("model_id") == model_id and body.get("seq_id") == 1:
+            body["model_id"] = bobs
+        return path, body, {}
+
+    for number in range(500):
+        path, body, headers = request(number)
+        status, answer = post(served, path, body, **headers)
+        assert 400 <= status < 500 and answer["code"], (number, path, status, answer)
+    assert peak_rss_bytes() - before < 2**28
+    adam = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+    left = post(served, "optim_step", adam)[1]["request_id"]
+    assert result(served, left)["error"].startswith("no-gradients")  # nothing was executed, nothing lost
+    assert post(served, "get_info", {"model_id": bobs}, user="bob")[0] == 200
+    for raw in (good, b"\xff" * 10**6, bomb):  # nobody's requests are not even read
+        assert post(served, "forward_backward", raw, user=None)[0] == 401

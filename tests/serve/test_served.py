@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +31,7 @@ from serving import (
 
 from lockstep.cli.serve import main as serve_command
 from lockstep.errors import ConfigError, DataError, EngineError, ModelError, TrainError
+from lockstep.models.export import export_hf
 from lockstep.serve import sessions, wire, work
 from lockstep.serve.app import Server
 from lockstep.serve.models import BaseModel
@@ -35,6 +39,8 @@ from lockstep.serve.service import Service
 from lockstep.serve.sessions import Gone
 from lockstep.serve.store import Store
 from lockstep.serve.work import Answer, Busy, Job, Worker
+from lockstep.view.look import look
+from lockstep.view.runs import RunReader, find_runs
 
 ADAM = types.AdamParams(learning_rate=0.01)
 
@@ -170,6 +176,51 @@ def test_a_closed_client_frees_what_it_had(served: Any) -> None:
     assert post(served, "get_info", {"model_id": client.model_id})[0] == 404
     later = tinker.ServiceClient(base_url=served.url, api_key=served.tokens["ada"])
     assert sampled(later.create_sampling_client(model_path=path).result(), n=1).sequences[0].tokens
+
+
+def test_adapters_are_downloaded_as_peft_reads_them(served: Any, service: Any, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    client.forward_backward([datum(PROMPT, weights=[1.0] * 4)], "cross_entropy")
+    client.optim_step(ADAM)
+    path = client.save_weights_external("others").result(SECONDS).path
+    assert path == f"tinker://{client.model_id}/external_weights/others"
+    urls = service.create_rest_client().get_external_weights_urls(path).result().urls
+    assert sorted(urls) == ["adapter_config.json", "adapter_model.safetensors"]
+    for name, url in urls.items():
+        urllib.request.urlretrieve(url, tmp_path / name)
+    for wrong in (url.replace(name, "about.json"), url.replace("/external/ada/", "/external/bob/")):
+        with pytest.raises(urllib.error.HTTPError, match=r"40[14]"):
+            urllib.request.urlopen(wrong)
+    export_hf(served.bases[0].loaded.module, None, tmp_path / "base")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path)
+    logits = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    theirs = logits.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    assert float((theirs - forward(client, PROMPT)).abs().max()) < 1e-5
+
+
+def test_a_client_is_a_run_of_its_own(served: Any) -> None:
+    with tinker.ServiceClient(base_url=served.url, api_key=served.tokens["ada"]) as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        folder = served.store.folder(client.model_id)
+        for _ in range(2):
+            done = client.forward_backward([datum(PROMPT, weights=[1.0] * 4)], "cross_entropy")
+            adam = client.optim_step(ADAM).result(SECONDS)
+        seen, row = look(folder), RunReader(folder).row()
+        assert (seen.state, seen.steps, row.state, row.kind, row.model) == (
+            "running",
+            2,
+            "training",
+            "serve",
+            "tiny",
+        )
+        assert seen.last["loss"] == done.result(SECONDS).metrics["loss:sum"]
+        assert seen.last["grad_norm"] == adam.metrics["grad_norm"]
+    assert (look(folder).state, look(folder).steps, look(folder).gaps) == ("finished", 2, ())
+    assert find_runs([served.store.directory / "models"])
+    assert "start lockstep serve again" in dataclasses.replace(look(folder), state="died").text()
 
 
 def test_a_sampling_session_never_gets_other_weights(service: Any) -> None:

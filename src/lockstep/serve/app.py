@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
+import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from tinker import types
 
@@ -26,7 +30,8 @@ from lockstep.serve.store import Checkpoint, same
 from lockstep.serve.work import Busy
 
 log = logging.getLogger(__name__)
-_POLL_SECONDS, _BODY_SECONDS = 20.0, 60.0
+_POLL_SECONDS, _BODY_SECONDS, _URL_SECONDS = 20.0, 60.0, 3600
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 Handler = Callable[[Request, str, bytes], Awaitable[Response]]
 
 CONFIG = {
@@ -44,7 +49,6 @@ REFUSED = (
     "create_custom_loss",
     "join_sampling_session",
     "retrieve_futures",
-    "save_weights_external",
     "auth/token",
 )
 """Requests of the client that are not served."""
@@ -60,6 +64,7 @@ class Api:
 
     def __init__(self, service: Service, tokens: Mapping[str, str], *, hosts: Collection[str]) -> None:
         self._service, self._tokens, self._hosts = service, dict(tokens), frozenset(hosts)
+        self._key = secrets.token_bytes(32)
         posts: dict[str, Callable[[bytes, str], Any]] = {
             "client/config": lambda body, user: CONFIG,
             "client/dynamic_config": lambda body, user: {"refresh_interval_sec": 300},
@@ -72,6 +77,7 @@ class Api:
             "save_weights_for_sampler": self._queued(
                 types.SaveWeightsForSamplerRequest, service.save_for_sampler
             ),
+            "save_weights_external": self._queued(types.SaveWeightsExternalRequest, service.save_external),
             "load_weights": self._queued(types.LoadWeightsRequest, service.load),
             "forward_backward": self._train,
             "create_sampling_session": self._create_sampling,
@@ -90,6 +96,8 @@ class Api:
             *(self._route(path, self._post(answer)) for path, answer in posts.items()),
             *(self._route(path, self._get(answer), "GET") for path, answer in gets.items()),
             self._route(checkpoint, self._delete_checkpoint, "DELETE"),
+            self._route(f"{checkpoint}/external_weights_urls", self._urls, "GET"),
+            Route("/api/v1/external/{user}/{until}/{key}/{model}/{name}/{file}", self._download),
             self._route("create_session", self._create_session),
             self._route("sessions/{session}/finish", self._finish),
             self._route("retrieve_future", self._retrieve),
@@ -193,9 +201,38 @@ class Api:
         self._service.sessions.finish(request.path_params["session"], user)
         return Response(status_code=204)
 
+    async def _urls(self, request: Request, user: str, body: bytes) -> Response:
+        """Addresses from which a program without the token can read a folder's files, for a while."""
+        saved = self._service.store.find(_path_of(request), owner=user)
+        if saved.kind != "external_weights":
+            raise DataError(f"refused: {saved.path} has no files for others; use save_weights_external")
+        until = int(time.time()) + _URL_SECONDS
+        place = f"{user}/{until}/{self._signed(user, until, saved.model_id, saved.name)}"
+        base = f"{request.url.scheme}://{request.url.netloc}/api/v1/external"
+        urls = {name: quote(f"{place}/{saved.model_id}/{saved.name}/{name}") for name in saved.files()}
+        expires = _time(until)
+        return _json({"urls": {name: f"{base}/{rest}" for name, rest in urls.items()}, "expires": expires})
+
+    def _signed(self, *parts: str | int) -> str:
+        return hmac.digest(self._key, json.dumps(parts).encode(), "sha256").hex()
+
+    async def _download(self, request: Request) -> Response:
+        parts = request.path_params
+        user, until, model, name = (parts[key] for key in ("user", "until", "model", "name"))
+        try:
+            right = until.isdigit() and same(parts["key"], self._signed(user, int(until[:20]), model, name))
+            if not right or int(until) < time.time():
+                raise _NotAllowed("not-authenticated: this address is not valid, or no longer")
+            path = f"tinker://{model}/external_weights/{name}"
+            saved = self._service.store.find(path, owner=user)
+            if parts["file"] not in saved.files():
+                raise Gone(f"unknown-name: {path} has no such file")
+            return FileResponse(saved.folder / parts["file"])
+        except LockstepError as error:
+            return _failed(error)
+
     async def _delete_checkpoint(self, request: Request, user: str, body: bytes) -> Response:
-        path = "tinker://{model}/{kind}/{name}".format(**request.path_params)
-        self._service.store.delete(path, owner=user)
+        self._service.store.delete(_path_of(request), owner=user)
         return Response(status_code=204)
 
     async def _retrieve(self, request: Request, user: str, body: bytes) -> Response:
@@ -265,10 +302,15 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(json.dumps(value), status, media_type="application/json")
 
 
+def _path_of(request: Request) -> str:
+    """The checkpoint in the path of a request."""
+    return "tinker://{model}/{kind}/{name}".format(**request.path_params)
+
+
 def _described(one: Checkpoint) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{one.kind}/{one.name}",
-        "checkpoint_type": "training" if one.kind == "weights" else "sampler",
+        "checkpoint_type": _TYPES[one.kind],
         "time": _time(one.about.time),
         "tinker_path": one.path,
         "size_bytes": one.size(),

@@ -31,6 +31,7 @@ from lockstep.models.forward import decoder_inputs, run_decoder
 from lockstep.models.heads import head_options
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.lora import add_lora
+from lockstep.observe.files import write_json
 from lockstep.ops.logprobs import HeadOptions, head_logits, linear_logprobs
 from lockstep.packing import pack
 from lockstep.protocols.train import TokenLoss
@@ -65,8 +66,12 @@ class AdapterSpec:
     @property
     def config(self) -> LoraConfig:
         """Those of the decoder."""
-        targets = (_ATTENTION if self.attention else ()) + (_MLP if self.mlp else ())
-        return LoraConfig(rank=self.rank, alpha=ALPHA, target_modules=targets)
+        return LoraConfig(rank=self.rank, alpha=ALPHA, target_modules=self.targets)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the decoder's linears that have one."""
+        return (_ATTENTION if self.attention else ()) + (_MLP if self.mlp else ())
 
     @property
     def shape(self) -> AdapterSpec:
@@ -178,6 +183,7 @@ class TrainingModel:
         self.base, self.spec = base, spec
         model = base.copy(spec, own=spec is None, trains=True)
         self._module = model.module
+        self._head = causal_lm(model.module).get_output_embeddings()
         if weights is not None:
             copy_named(self._named(), weights)
         self.backend = LocalBackend(base.train_config, model=model, total_steps=1)
@@ -226,6 +232,33 @@ class TrainingModel:
     def save_weights(self, path: Path) -> None:
         """Save what a sampler needs."""
         write_tensors(path, {name: t.contiguous() for name, t in self.trained().items()})
+
+    def export(self, folder: Path) -> None:
+        """Write into an empty folder what other programs load: adapters as peft does, or the whole model as
+        transformers does.
+
+        Raises:
+            ModelError: the disk is full, or the like.
+        """
+        if self.spec is None:
+            self.backend.export(folder)
+            return
+        head = next(n for n, m in self._module.named_modules() if m is self._head)
+        renamed = {}
+        for name, tensor in self.trained().items():
+            for given, written in ((_HEAD_A, "lora_A.weight"), (_HEAD_B, "lora_B.weight")):
+                name = name.replace(given, written)
+            renamed[f"base_model.model.{name.replace('.default.', '.')}"] = tensor.contiguous()
+        write_tensors(folder / "adapter_model.safetensors", renamed)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base.folder,
+            "r": self.spec.rank,
+            "lora_alpha": ALPHA,
+            "target_modules": [*self.spec.targets, *([head] if self.spec.unembed else [])],
+        }
+        write_json(folder / "adapter_config.json", config)
 
     @classmethod
     def load(

@@ -35,6 +35,7 @@ from lockstep.serve.models import (
     TrainingModel,
     document,
 )
+from lockstep.serve.run_files import ServedRun
 from lockstep.serve.sessions import Client, Gone, Sampling, Session, Sessions
 from lockstep.serve.store import WEIGHTS, About, Store, checked_name
 from lockstep.serve.work import Answer, Job, Worker
@@ -188,7 +189,10 @@ class Service:
                 logprobs = model.forward(datums)
                 value = sum(_loss_of(loss, d, x) for d, x in zip(datums, logprobs, strict=True))
                 return Answer(wire.train_response(logprobs, {"loss:sum": value}), protobuf=True)
+            if client.run is None:
+                client.run = ServedRun(self.store.folder(client.id), model=client.base.name)
             logprobs, metrics = model.forward_backward(datums, loss)
+            client.run.add(loss=metrics["loss:sum"], tokens=sum(map(len, logprobs)))
             return Answer(wire.train_response(logprobs, metrics), protobuf=True)
 
         does = {"does": "forward" if request.forward_only else "train"}
@@ -202,7 +206,10 @@ class Service:
             model = self._trained(client)
             if not isinstance(params, types.AdamParams):
                 raise DataError(f"refused: optimizer {params.type!r} is not served; use AdamParams")
-            return _json({"metrics": model.optim_step(_adam(params))})
+            metrics = model.optim_step(_adam(params))
+            if client.run is not None:
+                client.run.step(metrics, lr=params.learning_rate)
+            return _json({"metrics": metrics})
 
         return self._step(client, request.seq_id, {"does": "train"}, run)
 
@@ -298,8 +305,29 @@ class Service:
         does = {"does": "sampler", "sampling": number if name is None else None}
         return self._step(client, request.seq_id, does, run)
 
+    def save_external(self, request: types.SaveWeightsExternalRequest, user: str) -> str:
+        """Queue the writing of a folder for other programs; returns the request id."""
+        client, name = self.sessions.client(request.model_id, user), checked_name(request.path)
+        if request.age_encryption_recipients:
+            raise DataError(
+                "refused: age_encryption_recipients is not served; leave it out",
+                field="age_encryption_recipients",
+            )
+        about = self._about(client, request)
+
+        def run() -> Answer:
+            fill = self._trained(client).export
+            saved = self.store.write(client.id, "external_weights", name, about, fill=fill)
+            return _json({"path": saved.path, "type": "save_weights_external"})
+
+        return self._step(client, request.seq_id, {"does": "external"}, run)
+
     def _about(
-        self, client: Client, request: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
+        self,
+        client: Client,
+        request: types.SaveWeightsRequest
+        | types.SaveWeightsForSamplerRequest
+        | types.SaveWeightsExternalRequest,
     ) -> About:
         ttl, now = request.ttl_seconds, time.time()
         if ttl is not None and not _TTL[0] <= ttl <= _TTL[1]:
@@ -311,7 +339,7 @@ class Service:
             seq=request.seq_id or 0,
             time=now,
             expires_at=None if ttl is None else now + ttl,
-            user_metadata=dict(request.user_metadata or {}),
+            user_metadata=dict(getattr(request, "user_metadata", None) or {}),
         )
 
     def load(self, request: types.LoadWeightsRequest, user: str) -> str:

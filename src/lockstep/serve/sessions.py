@@ -22,6 +22,7 @@ from lockstep.common_errors import cannot_write
 from lockstep.errors import CheckpointError, DataError
 from lockstep.observe.files import json_lines, parse_json
 from lockstep.serve.models import AdapterSpec, BaseModel, TrainingModel
+from lockstep.serve.run_files import ServedRun
 from lockstep.serve.store import Checkpoint, Store
 from lockstep.serve.work import Busy
 
@@ -51,6 +52,8 @@ class Client:
     last_seq: int = 0
     lost: bool = False
     """Whether a restart lost steps since `origin`: nothing but a load is executed then."""
+    run: ServedRun | None = None
+    """Its log; None before its first forward_backward."""
     answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Of saves and loads before a restart, by request."""
 
@@ -198,6 +201,9 @@ class Sessions:
     def _drop(self, session: Session) -> None:
         del self._sessions[session.id]
         session.journal.unlink(missing_ok=True)
+        for client in session.clients.values():
+            if client.run is not None:
+                client.run.close()
 
     def _drop_idle(self) -> None:
         since = time.monotonic() - IDLE_SECONDS
@@ -268,6 +274,8 @@ class Sessions:
             elif does == "save" and (saved := written.get(("weights", seq))) is not None:
                 client.origin, client.optimizer, client.lost = saved.path, True, False
                 client.answers[seq] = {"path": saved.path, "type": "save_weights"}
+            elif does == "external" and (saved := written.get(("external_weights", seq))) is not None:
+                client.answers[seq] = {"path": saved.path, "type": "save_weights_external"}
             elif does == "sampler" and (saved := written.get(("sampler_weights", seq))) is not None:
                 answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
                 if row["sampling"] is None:
