@@ -170,96 +170,63 @@ def test_what_is_not_served_is_refused_by_name(served: Any) -> None:
         assert (status, answer["code"], answer["request"]) == (400, "refused", name)
 
 
-def test_500_generated_requests(served: Any) -> None:
-    """Each gets a typed refusal, none changes the client that it is about, and memory stays bounded."""
-    chance = random.Random(5)
-    model_id, bobs, before = client(served), client(served, "bob"), peak_rss_bytes()
-    good = message(model_id, 1)
-    bomb = zstandard.compress(bytes(2**26))
-    names = (
-        "../x",
-        "a/b",
-        "/etc/passwd",
-        ".",
-        "..",
-        "\0",
-        "x" * 10**5,
-        "%2e%2e",
-        "a\nb",
-        "$(id)",
-        "",
-        "\ud800",
-    )
-    fields = {
+NAMES = ("../x", "a/b", "/etc/passwd", ".", "..", "\0", "x" * 10**5, "%2e%2e", "a\nb", "$(id)", "", "\ud800")
+BOMB = zstandard.compress(bytes(2**26))
+
+
+def hostile(number: int, chance: random.Random, mine: str, bobs: str) -> tuple[str, Any, dict[str, str]]:
+    """Path, body and headers of a request that must be refused."""
+    fields: dict[str, dict[str, Any]] = {
         "create_model": {
             "session_id": "s",
             "model_seq_id": 0,
             "base_model": "tiny",
             "lora_config": {"rank": 2},
         },
-        "optim_step": {"model_id": model_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
-        "save_weights": {"model_id": model_id, "seq_id": 1, "path": "x"},
-        "save_weights_for_sampler": {"model_id": model_id, "seq_id": 1, "path": "x"},
-        "load_weights": {"model_id": model_id, "seq_id": 1, "path": "tinker://x", "optimizer": True},
+        "optim_step": {"model_id": bobs, "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
+        "save_weights": {"model_id": bobs, "seq_id": 1, "path": "x"},
+        "save_weights_for_sampler": {"model_id": bobs, "seq_id": 1, "path": "x"},
+        "save_weights_external": {"model_id": bobs, "seq_id": 1, "path": "x"},
+        "load_weights": {"model_id": mine, "seq_id": 1, "path": "tinker://x", "optimizer": True},
         "create_sampling_session": {"session_id": "s", "sampling_session_seq_id": 0, "base_model": "tiny"},
         "retrieve_future": {"request_id": f"{bobs}:0"},
         "get_info": {"model_id": bobs},
         "weights_info": {"tinker_path": "tinker://x/weights/y"},
         "session_heartbeat": {"session_id": bobs.partition(":")[0]},
     }
-    wrong = (
-        None,
-        -1,
-        2**70,
-        1e400,
-        [],
-        {},
-        True,
-        "",
-        "\0",
-        "x" * 10**5,
-        bobs,
-        f"tinker://{bobs}/weights/x",
-        [[]],
-    )
+    path = chance.choice(list(fields))
+    if number % 5 == 0:  # protobuf with a length that is a lie, cut and changed
+        raw = message(mine, 1)
+        cut = bytearray(raw[: chance.randrange(len(raw))])
+        for _ in range(chance.randrange(1, 6)):
+            cut.insert(chance.randrange(len(cut) + 1), chance.randrange(256))
+        return "forward_backward", b"\x12\xff\xff\xff\xff\x7f" + bytes(cut), {}
+    if number % 5 == 1:
+        return path, BOMB, {"Content-Encoding": chance.choice(["zstd", "gzip", "br", "x"])}
+    if number % 5 == 2:  # JSON that is cut, deep, or of another kind
+        raw = json.dumps(fields[path]).encode()
+        cut_json = raw[: chance.randrange(1, len(raw))]
+        broken = (cut_json, b"[" * 10**5, b'{"a":' * 10**4, b"9" * 10**5, b"\xff")
+        return path, chance.choice(broken), {}
+    if number % 5 == 3:
+        body = {"model_id": mine, "seq_id": 1, "path": chance.choice(NAMES)}
+        return chance.choice(["save_weights", "save_weights_external", "load_weights"]), body, {}
+    wrong = (None, -1, 2**70, [], {}, "", "\0", "x" * 10**5, f"tinker://{bobs}/weights/x", [[]])
+    return path, {**fields[path], chance.choice(list(fields[path])): chance.choice(wrong)}, {}
 
-    def request(number: int) -> tuple[str, Any, dict[str, str]]:
-        kind = number % 5
-        if kind == 0:  # protobuf: cut, flipped, with a length that is a lie
-            cut = bytearray(good[: chance.randrange(len(good))])
-            for _ in range(chance.randrange(1, 6)):
-                cut.insert(chance.randrange(len(cut) + 1), chance.randrange(256))
-            return "forward_backward", b"\x12\xff\xff\xff\xff\x7f" + bytes(cut), {}
-        if kind == 1:
-            return "forward_backward", bomb, {"Content-Encoding": chance.choice(["zstd", "gzip", "br", "x"])}
-        if kind == 2:  # JSON that is broken, deep, or another kind of value
-            raw = json.dumps(chance.choice(list(fields.values()))).encode()
-            broken = (
-                raw[: chance.randrange(1, len(raw))],
-                b"[" * 10**5,
-                b'{"a":' * 10**4,
-                b"9" * 10**5,
-                b"\xff",
-            )
-            return chance.choice(list(fields)), chance.choice(broken), {}
-        if kind == 3:
-            body = {"model_id": model_id, "seq_id": 1, "path": chance.choice(names)}
-            return chance.choice(["save_weights", "load_weights"]), body, {}
-        path = chance.choice(list(fields))
-        body = dict(fields[path])
-        body[chance.choice(list(body))] = chance.choice(wrong)
-        if body.get("model_id") == model_id and body.get("seq_id") == 1:
-            body["model_id"] = bobs
-        return path, body, {}
 
+def test_500_generated_requests(served: Any) -> None:
+    """Each gets a typed refusal, none changes the clients that it is about, and memory stays bounded."""
+    chance, before = random.Random(5), peak_rss_bytes()
+    mine, bobs = client(served), client(served, "bob")
     for number in range(500):
-        path, body, headers = request(number)
+        path, body, headers = hostile(number, chance, mine, bobs)
         status, answer = post(served, path, body, **headers)
         assert 400 <= status < 500 and answer["code"], (number, path, status, answer)
+    for raw in (message(mine, 1), b"\xff" * 10**6, BOMB):  # nobody's bodies are not even read
+        assert post(served, "forward_backward", raw, user=None)[0] == 401
     assert peak_rss_bytes() - before < 2**28
-    adam = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+    adam = {"model_id": mine, "seq_id": 1, "adam_params": {}}
     left = post(served, "optim_step", adam)[1]["request_id"]
     assert result(served, left)["error"].startswith("no-gradients")  # nothing was executed, nothing lost
     assert post(served, "get_info", {"model_id": bobs}, user="bob")[0] == 200
-    for raw in (good, b"\xff" * 10**6, bomb):  # nobody's requests are not even read
-        assert post(served, "forward_backward", raw, user=None)[0] == 401
