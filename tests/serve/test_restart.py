@@ -38,6 +38,11 @@ class Killable:
         assert self.process.stdout is not None
         assert any(line.strip() == "serve: ready" for line in self.process.stdout)
 
+    def another(self) -> str:
+        """What a second server in the same directory says."""
+        command = [*self.process.args[:-3], str(self.port + 1), "--user", "ada"]  # type: ignore[index]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False).stderr
+
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(60)
@@ -65,6 +70,7 @@ def step(client: Any, number: int) -> None:
 
 
 def test_clients_and_samplers_go_on_after_a_kill(server: Killable, user: Any) -> None:
+    assert "locked: " in server.another()
     alone, saved, unsaved = (
         user.create_lora_training_client("tiny", rank=4, seed=1).result() for _ in range(3)
     )

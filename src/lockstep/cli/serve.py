@@ -16,6 +16,7 @@ from lockstep.cli import arguments as values
 from lockstep.cluster.ray import is_loopback
 from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError
+from lockstep.observe.lock import RunLock
 from lockstep.observe.text import echo
 from lockstep.processes.http_server import LOOPBACK
 
@@ -68,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if device.type == "cuda":
         configure_cuda()
     store = Store(arguments.dir)
+    lock = RunLock(store.directory / "lock", flag="--dir")
     if arguments.tokens is None:
         tokens_file = store.directory / "tokens.json"
         tokens = store.tokens(arguments.user or ["user"])
@@ -88,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
         server.run(ready)
     except KeyboardInterrupt:
         echo()
+    finally:
+        lock.release()
     return 0
 
 

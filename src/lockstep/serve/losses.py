@@ -56,13 +56,9 @@ class ServedLoss:
     high: float = 1.2
     beta: float = 0.0
 
+    separable: bool = True
     entropy_grad: bool = False
     terms: tuple[str, ...] = ()
-
-    @property
-    def separable(self) -> bool:
-        """See protocols.TokenLoss."""
-        return self.name != "gspo"
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
@@ -120,4 +116,4 @@ def make_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
         raise DataError(
             f"contradiction: clip_low_threshold = {low} is above clip_high_threshold = {high}", low=low
         )
-    return ServedLoss(name, low=low, high=high, beta=values.get("beta", 0.0))
+    return ServedLoss(name, low=low, high=high, beta=values.get("beta", 0.0), separable=name != "gspo")

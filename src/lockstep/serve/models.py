@@ -351,7 +351,7 @@ class Sampler:
         """
         whole = torch.tensor(token_ids, dtype=torch.int64)
         batch = document(Datum(inputs=whole[:-1], targets=whole[1:], floats={}))
-        weight: Tensor = causal_lm(self._module).get_output_embeddings().weight  # type: ignore[union-attr,assignment]
+        weight: Tensor = causal_lm(self._module).get_output_embeddings().weight
         rows = torch.arange(len(token_ids) - 1 - last, len(token_ids) - 1, device=weight.device)
         config = self.base.train_config
         inputs = decoder_inputs(
