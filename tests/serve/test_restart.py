@@ -70,7 +70,7 @@ def step(client: Any, number: int) -> None:
 
 
 def test_clients_and_samplers_go_on_after_a_kill(server: Killable, user: Any) -> None:
-    assert "locked: " in server.another()
+    assert "error[locked]" in server.another()
     alone, saved, unsaved = (
         user.create_lora_training_client("tiny", rank=4, seed=1).result() for _ in range(3)
     )
