@@ -57,6 +57,20 @@ def post(
         return error.code, json.loads(error.read())
 
 
+def message(model_id: str, seq_id: int = 1, tokens: bytes = b"\5\0\0\0", **floats: bytes) -> bytes:
+    from tinker.proto import tinker_public_pb2 as pb
+
+    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    one = request.data.add()
+    one.model_input.add().encoded_text.tokens = tokens
+    target = one.loss_fn_inputs["target_tokens"]
+    target.dtype, target.dense = pb.DTYPE_INT64, floats.pop("targets", b"\6" + bytes(7))
+    for name, raw in floats.items():
+        one.loss_fn_inputs[name].dtype, one.loss_fn_inputs[name].dense = pb.DTYPE_FLOAT32, raw
+    encoded: bytes = request.SerializeToString()
+    return encoded
+
+
 def result(served: Any, request_id: str, user: str = "ada") -> dict[str, Any]:
     while True:
         status, answer = post(served, "retrieve_future", {"request_id": request_id}, user=user)

@@ -68,10 +68,15 @@ def test_state_saved_and_loaded_goes_on_to_the_bit(service: Any) -> None:
 
 def test_unserved_losses_are_refused_by_name_and_the_client_goes_on(service: Any) -> None:
     client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
-    for name in ("stable_reinforce", "dro", "gspo"):
-        with pytest.raises(tinker.RequestFailedError, match=name) as caught:
-            client.forward_backward([datum(PROMPT)], name).result(SECONDS)
-        assert caught.value.category == types.RequestErrorCategory.User
+    with pytest.raises(tinker.RequestFailedError, match="stable_reinforce") as caught:
+        client.forward_backward([datum(PROMPT)], "stable_reinforce").result(SECONDS)
+    assert caught.value.category == types.RequestErrorCategory.User
+    floats = {"logprobs": [-5.0] * 4, "advantages": [1.0] * 4, "sequence_ratio_mask": [0.0] * 4}
+    with pytest.raises(tinker.RequestFailedError, match="marks no token"):
+        client.forward_backward([datum(PROMPT, **floats)], "gspo").result(SECONDS)
+    floats["sequence_ratio_mask"] = [0.0, 1.0, 1.0, 1.0]
+    answer = client.forward_backward([datum(PROMPT, **floats)], "gspo").result(SECONDS)
+    assert answer.metrics["loss:sum"] != 0.0
     with pytest.raises(tinker.RequestFailedError, match="not in the vocabulary"):
         client.forward([datum([5, 6, 10**6])], "cross_entropy").result(SECONDS)
     assert len(forward(client, PROMPT)) == 4

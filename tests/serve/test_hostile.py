@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import pytest
-from serving import post, result
+from serving import message, post, result
+
+from lockstep.observe.metrics import peak_rss_bytes
+
+zstandard = pytest.importorskip("zstandard", reason="of the client")
 
 
 def session(served: Any, user: str = "ada") -> str:
@@ -22,20 +28,6 @@ def client(served: Any, user: str = "ada") -> str:
 
 def step(served: Any, body: bytes) -> tuple[int, dict[str, Any]]:
     return post(served, "forward_backward", body, **{"Content-Type": "application/x-protobuf"})
-
-
-def message(model_id: str, seq_id: int = 1, tokens: bytes = b"\5\0\0\0", **floats: bytes) -> bytes:
-    from tinker.proto import tinker_public_pb2 as pb
-
-    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
-    one = request.data.add()
-    one.model_input.add().encoded_text.tokens = tokens
-    target = one.loss_fn_inputs["target_tokens"]
-    target.dtype, target.dense = pb.DTYPE_INT64, floats.pop("targets", b"\6" + bytes(7))
-    for name, raw in floats.items():
-        one.loss_fn_inputs[name].dtype, one.loss_fn_inputs[name].dense = pb.DTYPE_FLOAT32, raw
-    encoded: bytes = request.SerializeToString()
-    return encoded
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +138,12 @@ def test_malformed_documents(served: Any) -> None:
         {"sampling_params": {"temperature": -1.0}},
         {"sampling_params": {"top_p": 0.0}},
         {"sampling_params": {"stop": ["x"] * 1000}},
-        {"topk_prompt_logprobs": 5},
+        {"topk_prompt_logprobs": 65},
+        {"topk_sample_logprobs": -1},
+        {"target_prompt_logprobs": {"data": [5, 6], "dtype": "int64", "shape": [2]}},
+        {"target_prompt_logprobs": {"data": [10**6], "dtype": "int64", "shape": [1, 1]}},
+        {"target_prompt_logprobs": {"data": [2**64], "dtype": "int64", "shape": [1, 1]}},
+        {"prompt_logprobs_last_n": 1},
         {"prompt_alt_tokens_k": 2},
         {"seq_id": -1},
         {"sampling_session_id": "s-0:sample:0"},
@@ -171,3 +168,65 @@ def test_what_is_not_served_is_refused_by_name(served: Any) -> None:
     for name in REFUSED:
         status, answer = post(served, name, {})
         assert (status, answer["code"], answer["request"]) == (400, "refused", name)
+
+
+NAMES = ("../x", "a/b", "/etc/passwd", ".", "..", "\0", "x" * 10**5, "%2e%2e", "a\nb", "$(id)", "", "\ud800")
+BOMB = zstandard.compress(bytes(2**26))
+
+
+def hostile(number: int, chance: random.Random, mine: str, bobs: str) -> tuple[str, Any, dict[str, str]]:
+    """Path, body and headers of a request that must be refused."""
+    fields: dict[str, dict[str, Any]] = {
+        "create_model": {
+            "session_id": "s",
+            "model_seq_id": 0,
+            "base_model": "tiny",
+            "lora_config": {"rank": 2},
+        },
+        "optim_step": {"model_id": bobs, "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
+        "save_weights": {"model_id": bobs, "seq_id": 1, "path": "x"},
+        "save_weights_for_sampler": {"model_id": bobs, "seq_id": 1, "path": "x"},
+        "save_weights_external": {"model_id": bobs, "seq_id": 1, "path": "x"},
+        "load_weights": {"model_id": mine, "seq_id": 1, "path": "tinker://x", "optimizer": True},
+        "create_sampling_session": {"session_id": "s", "sampling_session_seq_id": 0, "base_model": "tiny"},
+        "retrieve_future": {"request_id": f"{bobs}:0"},
+        "get_info": {"model_id": bobs},
+        "weights_info": {"tinker_path": "tinker://x/weights/y"},
+        "session_heartbeat": {"session_id": bobs.partition(":")[0]},
+    }
+    path = chance.choice(list(fields))
+    if number % 5 == 0:  # protobuf with a length that is a lie, cut and changed
+        raw = message(mine, 1)
+        cut = bytearray(raw[: chance.randrange(len(raw))])
+        for _ in range(chance.randrange(1, 6)):
+            cut.insert(chance.randrange(len(cut) + 1), chance.randrange(256))
+        return "forward_backward", b"\x12\xff\xff\xff\xff\x7f" + bytes(cut), {}
+    if number % 5 == 1:
+        return path, BOMB, {"Content-Encoding": chance.choice(["zstd", "gzip", "br", "x"])}
+    if number % 5 == 2:  # JSON that is cut, deep, or of another kind
+        raw = json.dumps(fields[path]).encode()
+        cut_json = raw[: chance.randrange(1, len(raw))]
+        broken = (cut_json, b"[" * 10**5, b'{"a":' * 10**4, b"9" * 10**5, b"\xff")
+        return path, chance.choice(broken), {}
+    if number % 5 == 3:
+        body = {"model_id": mine, "seq_id": 1, "path": chance.choice(NAMES)}
+        return chance.choice(["save_weights", "save_weights_external", "load_weights"]), body, {}
+    wrong = (None, -1, 2**70, [], {}, "", "\0", "x" * 10**5, f"tinker://{bobs}/weights/x", [[]])
+    return path, {**fields[path], chance.choice(list(fields[path])): chance.choice(wrong)}, {}
+
+
+def test_500_generated_requests(served: Any) -> None:
+    """Each gets a typed refusal, none changes the clients that it is about, and memory stays bounded."""
+    chance, before = random.Random(5), peak_rss_bytes()
+    mine, bobs = client(served), client(served, "bob")
+    for number in range(500):
+        path, body, headers = hostile(number, chance, mine, bobs)
+        status, answer = post(served, path, body, **headers)
+        assert 400 <= status < 500 and answer["code"], (number, path, status, answer)
+    for raw in (message(mine, 1), b"\xff" * 10**6, BOMB):  # nobody's bodies are not even read
+        assert post(served, "forward_backward", raw, user=None)[0] == 401
+    assert peak_rss_bytes() - before < 2**28
+    adam = {"model_id": mine, "seq_id": 1, "adam_params": {}}
+    left = post(served, "optim_step", adam)[1]["request_id"]
+    assert result(served, left)["error"].startswith("no-gradients")  # nothing was executed, nothing lost
+    assert post(served, "get_info", {"model_id": bobs}, user="bob")[0] == 200

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +29,18 @@ from serving import (
     weights,
 )
 
-from lockstep.errors import DataError, ModelError
-from lockstep.serve import service as services
-from lockstep.serve import work
+from lockstep.cli.serve import main as serve_command
+from lockstep.errors import ConfigError, DataError, EngineError, ModelError, TrainError
+from lockstep.models.export import export_hf
+from lockstep.serve import sessions, wire, work
+from lockstep.serve.app import Server
 from lockstep.serve.models import BaseModel
-from lockstep.serve.service import Gone, Service
+from lockstep.serve.service import Service
+from lockstep.serve.sessions import Gone
+from lockstep.serve.store import Store
 from lockstep.serve.work import Answer, Busy, Job, Worker
+from lockstep.view.look import look
+from lockstep.view.runs import RunReader, find_runs
 
 ADAM = types.AdamParams(learning_rate=0.01)
 
@@ -92,6 +105,47 @@ def test_the_last_logprobs_of_a_prompt(service: Any) -> None:
     assert torch.equal(torch.tensor(last[3:]), forward(client, PROMPT)[2:])
 
 
+def test_candidates_of_prompts_and_samples(service: Any) -> None:
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    client.forward_backward([datum(PROMPT, weights=[1.0] * 4)], "cross_entropy")
+    client.optim_step(ADAM)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt, params = types.ModelInput.from_ints(PROMPT), types.SamplingParams(max_tokens=3, seed=1, stop=[])
+    targets = [[token, -1] for token in PROMPT[1:]]
+    answer = sampler.sample(
+        prompt,
+        1,
+        params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=256,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=types.TensorData.from_torch(torch.tensor(targets)),
+    )
+    with pytest.raises(tinker.BadRequestError, match="topk_prompt_logprobs = 256"):
+        answer.result(SECONDS)
+    answer = sampler.sample(
+        prompt,
+        1,
+        params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=64,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=types.TensorData.from_torch(torch.tensor(targets)),
+    ).result(SECONDS)
+    own = forward(client, PROMPT)
+    assert torch.equal(answer.target_prompt_logprobs.to_torch(), torch.stack([own, torch.zeros(4)], 1))
+    assert answer.topk_prompt_logprobs[0] is None
+    for position, top in enumerate(answer.topk_prompt_logprobs[1:], start=1):
+        values = [logprob for _, logprob in top]
+        assert len(top) == 64 and values == sorted(values, reverse=True)
+        for token, logprob in top[:2]:  # of the trainer too, with this token in place of the prompt's
+            assert float(forward(client, [*PROMPT[:position], token])[-1]) == logprob
+    sequence = answer.sequences[0]
+    for token, logprob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+        assert len(top) == 2 and top[0][1] >= top[1][1]
+        assert dict(top).get(token, logprob) == logprob <= top[0][1]
+
+
 def test_stop_strings(served: Any, service: Any) -> None:
     sampler = service.create_sampling_client(base_model="worded").result()
     tokenizer = served.bases[1].loaded.tokenizer
@@ -124,6 +178,51 @@ def test_a_closed_client_frees_what_it_had(served: Any) -> None:
     assert sampled(later.create_sampling_client(model_path=path).result(), n=1).sequences[0].tokens
 
 
+def test_adapters_are_downloaded_as_peft_reads_them(served: Any, service: Any, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+    client.forward_backward([datum(PROMPT, weights=[1.0] * 4)], "cross_entropy")
+    client.optim_step(ADAM)
+    path = client.save_weights_external("others").result(SECONDS).path
+    assert path == f"tinker://{client.model_id}/external_weights/others"
+    urls = service.create_rest_client().get_external_weights_urls(path).result().urls
+    assert sorted(urls) == ["adapter_config.json", "adapter_model.safetensors"]
+    for name, url in urls.items():
+        urllib.request.urlretrieve(url, tmp_path / name)
+    for wrong in (url.replace(name, "about.json"), url.replace("/external/ada/", "/external/bob/")):
+        with pytest.raises(urllib.error.HTTPError, match=r"40[14]"):
+            urllib.request.urlopen(wrong)
+    export_hf(served.bases[0].loaded.module, None, tmp_path / "base")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path)
+    logits = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    theirs = logits.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    assert float((theirs - forward(client, PROMPT)).abs().max()) < 1e-5
+
+
+def test_a_client_is_a_run_of_its_own(served: Any) -> None:
+    with tinker.ServiceClient(base_url=served.url, api_key=served.tokens["ada"]) as service:
+        client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
+        folder = served.store.folder(client.model_id)
+        for _ in range(2):
+            done = client.forward_backward([datum(PROMPT, weights=[1.0] * 4)], "cross_entropy")
+            adam = client.optim_step(ADAM).result(SECONDS)
+        seen, row = look(folder), RunReader(folder).row()
+        assert (seen.state, seen.steps, row.state, row.kind, row.model) == (
+            "running",
+            2,
+            "training",
+            "serve",
+            "tiny",
+        )
+        assert seen.last["loss"] == done.result(SECONDS).metrics["loss:sum"]
+        assert seen.last["grad_norm"] == adam.metrics["grad_norm"]
+    assert (look(folder).state, look(folder).steps, look(folder).gaps) == ("finished", 2, ())
+    assert find_runs([served.store.directory / "models"])
+    assert "start lockstep serve again" in dataclasses.replace(look(folder), state="died").text()
+
+
 def test_a_sampling_session_never_gets_other_weights(service: Any) -> None:
     client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
     path = client.save_weights_for_sampler("again").result(SECONDS).path
@@ -149,9 +248,10 @@ def test_a_client_that_found_no_room_can_ask_again(served: Any, monkeypatch: pyt
     assert created["model_id"].endswith(":train:0")
 
 
-def test_sessions_that_nobody_uses_make_room(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "MOST_CLIENTS", 1)
-    service = Service(served.bases, served.store)
+def test_sessions_that_nobody_uses_make_room(
+    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(served.bases, Store(tmp_path), most_clients=1)
 
     def create(session: Any) -> None:
         adapters = types.LoraConfig(rank=2, seed=1)
@@ -160,17 +260,69 @@ def test_sessions_that_nobody_uses_make_room(served: Any, monkeypatch: pytest.Mo
         )
         service.create_model(request, "ada")
 
-    first, second = service.create_session("ada"), service.create_session("ada")
+    first, second = (service.sessions.create("ada", None) for _ in range(2))
+    assert service.sessions.create("ada", "key") is service.sessions.create("ada", "key")
     create(first)
     with raises(DataError, "too-large: 1 training clients"):
         create(second)
-    first.used -= services.IDLE_SECONDS + 1
+    first.used -= sessions.IDLE_SECONDS + 1
     create(second)
     with raises(Gone, "unknown-name: there is no session"):
-        service.session(first.id, "ada")
-    monkeypatch.setattr(services, "MOST_SESSIONS", 1)
+        service.sessions.get(first.id, "ada")
+    monkeypatch.setattr(sessions, "MOST_SESSIONS", 1)
     with raises(Busy, "too-large: 1 sessions"):
-        service.create_session("ada")
+        service.sessions.create("ada", None)
+
+
+def test_too_little_memory_and_late_samples_are_errors_of_their_own(served: Any, tmp_path: Path) -> None:
+    def full() -> Answer:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    worker = Worker(lambda jobs: [], most_together=1)
+    job = Job("client:0", "lane", run=full)
+    worker.submit(job)
+    worker.start()
+    with raises(TrainError, "out-of-memory: close clients that are done"):
+        job.future.result(60)
+    worker.close()
+
+    service = Service(served.bases, Store(tmp_path), sample_seconds=0.05)
+    session = service.sessions.create("ada", None)
+    opened = types.CreateSamplingSessionRequest(
+        session_id=session.id, sampling_session_seq_id=0, base_model="tiny"
+    )
+    body = {
+        "sampling_session_id": service.create_sampling(opened, "ada").id,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 3000, "stop": []},
+    }
+    request_id, _ = service.sample(wire.sample_request(json.dumps(body).encode()), "ada")
+    service.worker.start()
+    with raises(EngineError, "deadline: not done after 0.05 s"):
+        service.job(request_id, "ada").future.result(60)
+    service.worker.close()
+
+
+def test_a_server_for_other_machines_has_the_tokens_of_a_file(
+    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ["--model", "tiny=shape:tiny-qwen3", "--host", "0.0.0.0"]
+    with raises(ConfigError, "missing-setting: lets other machines in"):
+        serve_command(model)
+    with raises(ConfigError, "contradiction: leave --user out"):
+        serve_command([*model, "--tokens", "tokens.json", "--user", "ada"])
+    server = Server(Service(served.bases, Store(tmp_path)), {"ada": "tml-x"}, port=0, host="0.0.0.0")
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(ready.set,), daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    here = SimpleNamespace(url=f"http://127.0.0.1:{server.port}", tokens={"ada": "tml-x", "bob": "tml-y"})
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    assert post(here, "create_session", body, Host="any.example")[0] == 200
+    assert post(here, "create_session", body, user="bob")[0] == 401
+    server.stop()
+    thread.join(60)
 
 
 def test_requests_are_limited_in_bytes_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

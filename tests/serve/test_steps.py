@@ -100,21 +100,30 @@ def test_twenty_steps_are_the_backends_to_the_bit(served: Any, service: Any) -> 
     assert equal(weights(served, client, "twenty"), expected)
 
 
-def test_two_clients_at_once_train_as_each_alone(served: Any, service: Any) -> None:
+def test_four_clients_at_once_train_as_each_alone(served: Any, service: Any) -> None:
     other = tinker.ServiceClient(base_url=served.url, api_key=served.tokens["bob"])
-    alone = service.create_lora_training_client("tiny", rank=4, seed=7).result()
-    train(alone, range(3))
-    both = [
-        user.create_lora_training_client("tiny", rank=rank, seed=7).result()
-        for user, rank in ((service, 4), (other, 8))
-    ]
-    for step in range(3):
-        for client, shift in zip(both, (0, 50), strict=True):
-            client.forward_backward(datums(step + shift), "ppo")
-        for client in both:
-            client.optim_step(types.AdamParams(**ADAM, grad_clip_norm=1.0)).result(SECONDS)
-    assert equal(weights(served, both[0], "together"), weights(served, alone, "alone"))
-    assert not equal(weights(served, both[0], "again"), weights(served, both[1], "bobs"))
+    specs = [(service, 4, 7), (other, 8, 7), (service, 4, 8), (other, 2, 1)]
+
+    def made(number: int) -> Any:
+        user, rank, seed = specs[number]
+        return user.create_lora_training_client("tiny", rank=rank, seed=seed).result()
+
+    def step(client: Any, number: int, step: int) -> Any:
+        client.forward_backward(datums(step + 10 * number), ("ppo", "cispo", "importance_sampling")[step])
+        return client.optim_step(types.AdamParams(**ADAM, grad_clip_norm=1.0))
+
+    alone = []
+    for number in range(4):
+        client = made(number)
+        for count in range(3):
+            step(client, number, count).result(SECONDS)
+        alone.append(weights(served, client, "alone"))
+    together = [made(number) for number in range(4)]
+    for count in range(3):
+        for future in [step(client, number, count) for number, client in enumerate(together)]:
+            future.result(SECONDS)
+    for number, client in enumerate(together):
+        assert equal(weights(served, client, "together"), alone[number])
 
 
 def test_chunks_of_a_call_never_change_bits(served: Any, service: Any) -> None:

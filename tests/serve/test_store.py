@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 from raising import raises
 
-from lockstep.errors import CheckpointError, DataError
-from lockstep.serve.store import About, Store
+from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.serve.store import About, Store, read_tokens
 
 MODEL = f"s-{'0' * 32}:train:0"
 
@@ -72,33 +71,19 @@ def test_few_unnamed_weights_are_kept(tmp_path: Path) -> None:
     assert [one.folder.exists() for one in written] == [False] * 2 + [True] * 8
 
 
-def test_a_server_started_again_has_what_was_saved_and_no_more(served: Any, service: Any) -> None:
-    import tinker
-
-    from lockstep.serve.app import Server
-    from lockstep.serve.service import Service
-
-    client = service.create_lora_training_client("tiny", rank=2, seed=1).result()
-    path = client.save_state("kept").result(240).path
-    store = Store(served.store.directory)
-    again = Server(Service(list(served.bases), store), store.tokens(["ada"]), port=0)
-    ready = threading.Event()
-    thread = threading.Thread(target=again.run, args=(ready.set,), daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    try:
-        later = tinker.ServiceClient(base_url=again.url, api_key=served.tokens["ada"])
-        loaded = later.create_training_client_from_state_with_optimizer(path).result()
-        assert (loaded.get_info().lora_rank, loaded.get_info().model_name) == (2, "tiny")
-        old = client.model_id
-        with pytest.raises(tinker.NotFoundError, match="start from the last saved state"):
-            later.holder.run_coroutine_threadsafe(_info(later.holder, old)).result()
-    finally:
-        again.stop()
-        thread.join(60)
-
-
-async def _info(holder: Any, model_id: str) -> Any:
-    from tinker.lib.public_interfaces.training_client import fetch_training_info
-
-    return await fetch_training_info(holder, model_id)
+def test_tokens_of_a_file_are_the_owners_alone(tmp_path: Path) -> None:
+    path, good = tmp_path / "tokens.json", "tml-" + "a" * 32
+    path.touch(0o600)
+    for text, words in (
+        ("[]", "wrong-format: user -> token"),
+        ('{"ada": "tml-short"}', "wrong-format: 32 or more"),
+        (json.dumps({"ada": good, "bob": good}), "duplicate: one token"),
+    ):
+        path.write_text(text)
+        with raises(ConfigError, words):
+            read_tokens(path)
+    path.write_text(json.dumps({"ada": good}))
+    assert read_tokens(path) == {"ada": good}
+    path.chmod(0o640)
+    with raises(ConfigError, "not-ours: lets others read it"):
+        read_tokens(path)

@@ -2,6 +2,7 @@
 
 lockstep serve --model Qwen/Qwen3-8B=./Qwen3-8B
 lockstep serve --model small=bundled:smollm2-135m --dir served --port 8700 --user ada --user bob
+lockstep serve --model small=bundled:smollm2-135m --host 10.0.0.5 --tokens tokens.json
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cli import arguments as values
+from lockstep.cluster.ray import is_loopback
 from lockstep.common_errors import missing_package
 from lockstep.errors import ConfigError
+from lockstep.observe.lock import RunLock
 from lockstep.observe.text import echo
+from lockstep.processes.http_server import LOOPBACK
 
 _PORT = 8766
 
@@ -23,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `lockstep serve`. Exit status 0, also after Ctrl-C, with which a server ends."""
     parser = values.command_parser(
         "lockstep serve",
-        "Serve the Tinker API on this machine (127.0.0.1): the `tinker` client trains adapters of the models "
+        "Serve the Tinker API on this machine: the `tinker` client trains adapters of the models "
         "and samples from them, with logprobs that are the trainer's to the bit. Ctrl-C ends it; checkpoints "
         "stay in --dir.",
     )
@@ -32,7 +36,20 @@ def main(argv: Sequence[str]) -> int:
     flags.value("--dir", values.path, "run directory: checkpoints and tokens", Path("runs/serve"))
     flags.many("--user", "NAME", "a user with a token of its own (default: one, named user)")
     flags.value("--port", values.positive, "port", _PORT)
+    flags.value(
+        "--host", "ADDRESS", "address to listen on; others than this machine's own need --tokens", LOOPBACK
+    )
+    flags.value("--tokens", values.path, "JSON file of this user's alone: user -> token, each tml-...")
+    flags.value("--max-clients", values.positive, "training clients in memory", 64)
+    flags.value("--sample-seconds", values.positive, "deadline of a sample request", 3600)
     arguments = parser.parse_args(argv)
+    if arguments.tokens is not None and arguments.user:
+        raise ConfigError("contradiction: --tokens names the users; leave --user out")
+    if arguments.tokens is None and not is_loopback(arguments.host):
+        raise ConfigError(
+            f"missing-setting: --host {arguments.host} lets other machines in; give --tokens FILE, with a "
+            "token for each user"
+        )
     models = _models(arguments.model)
     if arguments.port >= 2**16:
         raise ConfigError(f"out-of-range: --port {arguments.port} is above 65535")
@@ -46,16 +63,24 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.serve.app import Server
     from lockstep.serve.models import BaseModel
     from lockstep.serve.service import Service
-    from lockstep.serve.store import Store
+    from lockstep.serve.store import Store, read_tokens
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         configure_cuda()
     store = Store(arguments.dir)
-    tokens = store.tokens(arguments.user or ["user"])
+    lock = RunLock(store.directory / "lock", flag="--dir")
+    if arguments.tokens is None:
+        tokens_file = store.directory / "tokens.json"
+        tokens = store.tokens(arguments.user or ["user"])
+    else:
+        tokens_file = arguments.tokens
+        tokens = read_tokens(tokens_file)
     bases = [BaseModel(name, folder, device=device) for name, folder in models.items()]
-    server = Server(Service(bases, store), tokens, port=arguments.port)
-    tokens_file = store.directory / "tokens.json"
+    service = Service(
+        bases, store, most_clients=arguments.max_clients, sample_seconds=float(arguments.sample_seconds)
+    )
+    server = Server(service, tokens, port=arguments.port, host=arguments.host)
 
     def ready() -> None:
         echo(f"serve: TINKER_BASE_URL={server.url}, tokens in {tokens_file}, models {', '.join(models)}")
@@ -65,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
         server.run(ready)
     except KeyboardInterrupt:
         echo()
+    finally:
+        lock.release()
     return 0
 
 

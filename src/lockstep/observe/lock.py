@@ -59,13 +59,14 @@ class RunLock:
     Args:
         restarted: whoever started this process knows that what held the lock on another host has ended: that
             one is taken over as well.
+        flag: names the folder on the command line.
 
     Raises:
         ConfigError: another live process holds it, or the folder cannot be written.
         TrainError: the disk is full or fails.
     """
 
-    def __init__(self, path: Path, *, restarted: bool = False) -> None:
+    def __init__(self, path: Path, *, restarted: bool = False, flag: str = "--run-dir") -> None:
         self.path = path
         self._open: int | None = None
         pid = os.getpid()
@@ -77,7 +78,7 @@ class RunLock:
             if owner is not None and owner != self._me and owner.alive(elsewhere=not restarted):
                 raise ConfigError(
                     f"locked: {str(path.parent)!r} is being written by process {owner.pid} on host "
-                    f"{owner.host!r}; wait until it ends, use another --run-dir, or, if you are sure that "
+                    f"{owner.host!r}; wait until it ends, use another {flag}, or, if you are sure that "
                     f"it no longer runs, delete {str(path)!r}"
                 )
             with file_errors(path, TrainError, "write", advice="free some space and try again"):

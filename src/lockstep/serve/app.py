@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
+import secrets
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import closing
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from tinker import types
 
+from lockstep.cluster.ray import is_loopback
 from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.processes.http_server import LOOPBACK, HttpServer
 from lockstep.serve import wire
-from lockstep.serve.service import Gone, Service
+from lockstep.serve.service import NotKept, Service
+from lockstep.serve.sessions import Gone
 from lockstep.serve.store import Checkpoint, same
 from lockstep.serve.work import Busy
 
 log = logging.getLogger(__name__)
-HOST = "127.0.0.1"
-_POLL_SECONDS, _BODY_SECONDS = 20.0, 60.0
+_POLL_SECONDS, _BODY_SECONDS, _URL_SECONDS = 20.0, 60.0, 3600
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 Handler = Callable[[Request, str, bytes], Awaitable[Response]]
 
 CONFIG = {
@@ -44,23 +49,26 @@ REFUSED = (
     "create_custom_loss",
     "join_sampling_session",
     "retrieve_futures",
-    "save_weights_external",
     "auth/token",
 )
 """Requests of the client that are not served."""
 
 
 class Api:
-    """The routes below /api/v1, over a Service; `tokens` maps users to their tokens."""
+    """The routes below /api/v1, over a Service.
 
-    def __init__(self, service: Service, tokens: Mapping[str, str], *, port: int) -> None:
-        self._service, self._tokens = service, dict(tokens)
-        self._hosts = {f"{name}:{port}" for name in (HOST, "localhost", "[::1]")}
+    Args:
+        tokens: user -> token.
+        hosts: names of this server; empty: any.
+    """
+
+    def __init__(self, service: Service, tokens: Mapping[str, str], *, hosts: Collection[str]) -> None:
+        self._service, self._tokens, self._hosts = service, dict(tokens), frozenset(hosts)
+        self._key = secrets.token_bytes(32)
         posts: dict[str, Callable[[bytes, str], Any]] = {
             "client/config": lambda body, user: CONFIG,
             "client/dynamic_config": lambda body, user: {"refresh_interval_sec": 300},
             "telemetry": lambda body, user: {"status": "accepted"},
-            "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "create_model": self._queued(types.CreateModelRequest, service.create_model),
             "get_info": self._info,
@@ -69,6 +77,7 @@ class Api:
             "save_weights_for_sampler": self._queued(
                 types.SaveWeightsForSamplerRequest, service.save_for_sampler
             ),
+            "save_weights_external": self._queued(types.SaveWeightsExternalRequest, service.save_external),
             "load_weights": self._queued(types.LoadWeightsRequest, service.load),
             "forward_backward": self._train,
             "create_sampling_session": self._create_sampling,
@@ -87,6 +96,9 @@ class Api:
             *(self._route(path, self._post(answer)) for path, answer in posts.items()),
             *(self._route(path, self._get(answer), "GET") for path, answer in gets.items()),
             self._route(checkpoint, self._delete_checkpoint, "DELETE"),
+            self._route(f"{checkpoint}/external_weights_urls", self._urls, "GET"),
+            Route("/api/v1/external/{user}/{until}/{key}/{model}/{name}/{file}", self._download),
+            self._route("create_session", self._create_session),
             self._route("sessions/{session}/finish", self._finish),
             self._route("retrieve_future", self._retrieve),
         ]
@@ -104,7 +116,7 @@ class Api:
     def _user(self, request: Request) -> str:
         """Return whose token the request has. Raises DataError: nobody's, or for a server of another name."""
         # A page of another site can make a browser send requests here under its own name.
-        if request.headers.get("host", "").lower() not in self._hosts:
+        if self._hosts and request.headers.get("host", "").lower() not in self._hosts:
             raise _NotAllowed("not-authenticated: this server has other names")
         given = request.headers.getlist("x-api-key")
         found = [user for user, token in self._tokens.items() if len(given) == 1 and same(given[0], token)]
@@ -138,12 +150,8 @@ class Api:
 
         return answer
 
-    def _create_session(self, body: bytes, user: str) -> Any:
-        wire.parse(types.CreateSessionRequest, body)
-        return {"type": "create_session", "session_id": self._service.create_session(user).id}
-
     def _heartbeat(self, body: bytes, user: str) -> Any:
-        self._service.session(wire.parse(types.SessionHeartbeatRequest, body).session_id, user)
+        self._service.sessions.get(wire.parse(types.SessionHeartbeatRequest, body).session_id, user)
         return {"type": "session_heartbeat"}
 
     def _info(self, body: bytes, user: str) -> Any:
@@ -164,7 +172,7 @@ class Api:
         return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
 
     def _get_sampler(self, request: Request, user: str) -> Any:
-        sampling = self._service.sampling(request.path_params["sampler"], user)
+        sampling = self._service.sessions.sampling(request.path_params["sampler"], user)
         path = None if sampling.checkpoint is None else sampling.checkpoint.path
         return {"sampler_id": sampling.id, "base_model": sampling.base.name, "model_path": path}
 
@@ -184,13 +192,47 @@ class Api:
         found = self._service.store.of_model(request.path_params["model"], owner=user)
         return {"checkpoints": [_described(one) for one in found]}
 
+    async def _create_session(self, request: Request, user: str, body: bytes) -> Response:
+        wire.parse(types.CreateSessionRequest, body)
+        session = self._service.sessions.create(user, request.headers.get("x-idempotency-key"))
+        return _json({"type": "create_session", "session_id": session.id})
+
     async def _finish(self, request: Request, user: str, body: bytes) -> Response:
-        self._service.finish_session(request.path_params["session"], user)
+        self._service.sessions.finish(request.path_params["session"], user)
         return Response(status_code=204)
 
+    async def _urls(self, request: Request, user: str, body: bytes) -> Response:
+        """Addresses from which a program without the token can read a folder's files, for a while."""
+        saved = self._service.store.find(_path_of(request), owner=user)
+        if saved.kind != "external_weights":
+            raise DataError(f"refused: {saved.path} has no files for others; use save_weights_external")
+        until = int(time.time()) + _URL_SECONDS
+        place = f"{user}/{until}/{self._signed(user, until, saved.model_id, saved.name)}"
+        base = f"{request.url.scheme}://{request.url.netloc}/api/v1/external"
+        urls = {name: quote(f"{place}/{saved.model_id}/{saved.name}/{name}") for name in saved.files()}
+        expires = _time(until)
+        return _json({"urls": {name: f"{base}/{rest}" for name, rest in urls.items()}, "expires": expires})
+
+    def _signed(self, *parts: str | int) -> str:
+        return hmac.digest(self._key, json.dumps(parts).encode(), "sha256").hex()
+
+    async def _download(self, request: Request) -> Response:
+        parts = request.path_params
+        user, until, model, name = (parts[key] for key in ("user", "until", "model", "name"))
+        try:
+            right = until.isdigit() and same(parts["key"], self._signed(user, int(until[:20]), model, name))
+            if not right or int(until) < time.time():
+                raise _NotAllowed("not-authenticated: this address is not valid, or no longer")
+            path = f"tinker://{model}/external_weights/{name}"
+            saved = self._service.store.find(path, owner=user)
+            if parts["file"] not in saved.files():
+                raise Gone(f"unknown-name: {path} has no such file")
+            return FileResponse(saved.folder / parts["file"])
+        except LockstepError as error:
+            return _failed(error)
+
     async def _delete_checkpoint(self, request: Request, user: str, body: bytes) -> Response:
-        path = "tinker://{model}/{kind}/{name}".format(**request.path_params)
-        self._service.store.delete(path, owner=user)
+        self._service.store.delete(_path_of(request), owner=user)
         return Response(status_code=204)
 
     async def _retrieve(self, request: Request, user: str, body: bytes) -> Response:
@@ -241,6 +283,8 @@ def _failed(error: LockstepError) -> Response:
         status = 401
     elif isinstance(error, Busy):
         status = 429
+    elif isinstance(error, NotKept):
+        status = 410
     elif isinstance(error, Gone) or error.code == "no-such-file":
         status = 404
     elif error.code == "too-large":
@@ -258,10 +302,15 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(json.dumps(value), status, media_type="application/json")
 
 
+def _path_of(request: Request) -> str:
+    """The checkpoint in the path of a request."""
+    return "tinker://{model}/{kind}/{name}".format(**request.path_params)
+
+
 def _described(one: Checkpoint) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{one.kind}/{one.name}",
-        "checkpoint_type": "training" if one.kind == "weights" else "sampler",
+        "checkpoint_type": _TYPES[one.kind],
         "time": _time(one.about.time),
         "tinker_path": one.path,
         "size_bytes": one.size(),
@@ -275,52 +324,39 @@ def _time(seconds: float) -> str:
 
 
 class Server:
-    """A server that listens on loopback. `run` answers until a signal or `stop`.
+    """A server that listens. `run` answers until a signal or `stop`.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or the host is not one of this machine.
     """
 
-    def __init__(self, service: Service, tokens: Mapping[str, str], *, port: int) -> None:
+    def __init__(
+        self, service: Service, tokens: Mapping[str, str], *, port: int, host: str = LOOPBACK
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((HOST, port))
+            listening = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise ConfigError(f"port-in-use: --port {port} ({error.strerror}); give another") from error
-        self.port = int(self._socket.getsockname()[1])
-        self.url = f"http://{HOST}:{self.port}"
+            raise ConfigError(
+                f"port-in-use: --host {host} --port {port} ({error.strerror}); give another"
+            ) from error
+        self.port = int(listening.getsockname()[1])
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         self._service = service
-        config = uvicorn.Config(
-            Starlette(
-                routes=Api(service, tokens, port=self.port).routes,
-                exception_handlers={404: _not_served, 405: _not_served},
-            ),
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,
-        )
-        self._server = _Uvicorn(config)
+        # Others know this machine by names that it does not.
+        names = (host, LOOPBACK, "localhost", "[::1]") if is_loopback(host) else ()
+        api = Api(service, tokens, hosts={f"{name}:{self.port}" for name in names})
+        app = Starlette(routes=api.routes, exception_handlers={404: _not_served, 405: _not_served})
+        self._server = HttpServer(app, listening)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Answer requests; `ready` is called when the first can be answered."""
-        self._server.ready = ready
         self._service.worker.start()
-        with closing(self._socket):
-            try:
-                self._server.run(sockets=[self._socket])
-            finally:
-                self._service.worker.close()
+        try:
+            self._server.run(ready)
+        finally:
+            self._service.worker.close()
 
     def stop(self) -> None:
         """End `run`, from another thread."""
-        self._server.should_exit = True
-
-
-class _Uvicorn(uvicorn.Server):
-    ready: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.ready()
+        self._server.stop()

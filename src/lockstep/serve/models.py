@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,12 @@ from lockstep.config.train import TrainConfig
 from lockstep.engine.native.engine import NativeEngine
 from lockstep.engine.spec import admit_decoding
 from lockstep.models.architectures import causal_lm
+from lockstep.models.forward import decoder_inputs, run_decoder
+from lockstep.models.heads import head_options
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.lora import add_lora
+from lockstep.observe.files import write_json
+from lockstep.ops.logprobs import HeadOptions, head_logits, linear_logprobs
 from lockstep.packing import pack
 from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, RolloutSample, TrainSample, policy_samples
@@ -61,8 +66,12 @@ class AdapterSpec:
     @property
     def config(self) -> LoraConfig:
         """Those of the decoder."""
-        targets = (_ATTENTION if self.attention else ()) + (_MLP if self.mlp else ())
-        return LoraConfig(rank=self.rank, alpha=ALPHA, target_modules=targets)
+        return LoraConfig(rank=self.rank, alpha=ALPHA, target_modules=self.targets)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the decoder's linears that have one."""
+        return (_ATTENTION if self.attention else ()) + (_MLP if self.mlp else ())
 
     @property
     def shape(self) -> AdapterSpec:
@@ -174,6 +183,7 @@ class TrainingModel:
         self.base, self.spec = base, spec
         model = base.copy(spec, own=spec is None, trains=True)
         self._module = model.module
+        self._head = causal_lm(model.module).get_output_embeddings()
         if weights is not None:
             copy_named(self._named(), weights)
         self.backend = LocalBackend(base.train_config, model=model, total_steps=1)
@@ -222,6 +232,33 @@ class TrainingModel:
     def save_weights(self, path: Path) -> None:
         """Save what a sampler needs."""
         write_tensors(path, {name: t.contiguous() for name, t in self.trained().items()})
+
+    def export(self, folder: Path) -> None:
+        """Write into an empty folder what other programs load: adapters as peft does, or the whole model as
+        transformers does.
+
+        Raises:
+            ModelError: the disk is full, or the like.
+        """
+        if self.spec is None:
+            self.backend.export(folder)
+            return
+        head = next(n for n, m in self._module.named_modules() if m is self._head)
+        renamed = {}
+        for name, tensor in self.trained().items():
+            for given, written in ((_HEAD_A, "lora_A.weight"), (_HEAD_B, "lora_B.weight")):
+                name = name.replace(given, written)
+            renamed[f"base_model.model.{name.replace('.default.', '.')}"] = tensor.contiguous()
+        write_tensors(folder / "adapter_model.safetensors", renamed)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base.folder,
+            "r": self.spec.rank,
+            "lora_alpha": ALPHA,
+            "target_modules": [*self.spec.targets, *([head] if self.spec.unembed else [])],
+        }
+        write_json(folder / "adapter_config.json", config)
 
     @classmethod
     def load(
@@ -276,9 +313,19 @@ class Sampler:
         )
         self._engine.update_weights(update)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Return the samples of each request. Raises EngineError."""
-        return self._engine.generate(requests)
+    def generate(self, requests: Sequence[GenerationRequest], *, seconds: float) -> list[list[Completion]]:
+        """Return the samples of each request; those that are not done after `seconds` end with "abort".
+
+        Raises:
+            EngineError: see Engine.generate.
+        """
+        deadline = threading.Timer(seconds, self._engine.abort)
+        deadline.daemon = True
+        deadline.start()
+        try:
+            return self._engine.generate(requests)
+        finally:
+            deadline.cancel()
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[int]) -> Tensor:
@@ -290,8 +337,48 @@ class Sampler:
         values: Tensor = self._scorer(batch.to(device), rows, labels, None)
         return scatter(values, rows, batch.num_slots)[: len(ids) - 1].cpu()
 
+    @torch.no_grad()
+    def candidates(self, token_ids: Sequence[int], ids: Tensor | int, *, last: int) -> tuple[Tensor, Tensor]:
+        """Score other tokens in place of each of the last tokens of a document.
+
+        Args:
+            ids: [R, K] int64, -1 for none; or how many of the likeliest.
+            last: R.
+
+        Returns:
+            ids [R, K] and their logprobs [R, K] float32 at temperature 1, bitwise `score`'s of the document;
+            0 for -1.
+        """
+        whole = torch.tensor(token_ids, dtype=torch.int64)
+        batch = document(Datum(inputs=whole[:-1], targets=whole[1:], floats={}))
+        weight: Tensor = causal_lm(self._module).get_output_embeddings().weight
+        rows = torch.arange(len(token_ids) - 1 - last, len(token_ids) - 1, device=weight.device)
+        config = self.base.train_config
+        inputs = decoder_inputs(
+            self._module,
+            batch.to(weight.device),
+            layout=config.layout,
+            padding_side=config.padding_side,
+            compiled=False,
+        )
+        hidden = run_decoder(self._module, inputs, rows)
+        head = head_options(self._module, temperature=1.0, compiled=False)
+        if isinstance(ids, int):
+            ids = likeliest(hidden, weight, head, count=min(ids, self.base.vocab_size))
+        columns = [linear_logprobs(hidden, weight, c, head=head)[0] for c in ids.to(weight.device).unbind(1)]
+        return ids.cpu(), torch.stack(columns, 1).cpu()
+
     def close(self) -> None:
         self._engine.close()
+
+
+def likeliest(hidden: Tensor, weight: Tensor, head: HeadOptions, *, count: int) -> Tensor:
+    """[R, count] int64: the tokens with the highest logits of hidden states [R, C], the highest first."""
+    found = []
+    for part in hidden.split(64):  # the logits of a whole prompt would not fit
+        logits = head_logits(part, weight, head, weight.new_empty(len(part), len(weight)))
+        found.append(logits.topk(count, dim=1).indices)
+    return torch.cat(found)
 
 
 def document(datum: Datum) -> PackedBatch:
@@ -310,7 +397,9 @@ def document(datum: Datum) -> PackedBatch:
         sample = policy_samples([rollout], [floats["advantages"]])[0]
     else:
         sample = TrainSample(token_ids=token_ids, loss_mask=mask)
-    batch = pack([sample], [floats.get("weights", torch.ones(len(token_ids)))])
+    # The losses of policies have no weights: gspo has its mask there.
+    weights = floats.get("weights", floats.get("sequence_ratio_mask", torch.ones(len(token_ids))))
+    batch = pack([sample], [weights])
     # A target need not be the next input: recipes put any id where nothing is trained.
     labels = torch.cat([targets, torch.tensor([IGNORE_LABEL])])
     return dataclasses.replace(batch, labels=labels)

@@ -13,15 +13,15 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from tinker import types
 from torch import Tensor
 
-from lockstep.errors import DataError, LockstepError
+from lockstep.errors import DataError, EngineError, LockstepError
 from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.serve import wire
 from lockstep.serve.losses import ServedLoss, make_loss
@@ -35,76 +35,41 @@ from lockstep.serve.models import (
     TrainingModel,
     document,
 )
-from lockstep.serve.store import WEIGHTS, About, Checkpoint, Store, checked_name
-from lockstep.serve.work import Answer, Busy, Job, Worker
+from lockstep.serve.run_files import ServedRun
+from lockstep.serve.sessions import Client, Gone, Sampling, Session, Sessions
+from lockstep.serve.store import WEIGHTS, About, Store, checked_name
+from lockstep.serve.work import Answer, Job, Worker
 
 MOST_CLIENTS = 64
-"""Training clients whose adapters and optimizer states are in memory."""
+"""Training clients whose adapters and optimizer states are in memory, if a server is not given a number."""
+SAMPLE_SECONDS = 3600.0
+"""The deadline of the sample requests that are executed together."""
 MOST_SAMPLERS = 8
 """Modules with an engine, one for each shape of adapters that was sampled with lately."""
-MOST_SESSIONS = 10_000
-IDLE_SECONDS = 900.0
-"""Sessions that nobody has used for so long make room for others; clients ask every 10 s."""
 _TTL = (3600, 10 * 366 * 86400)
 
 
-class Gone(DataError):
-    """Something that was there and is no more: a result, or the state of a client before a restart."""
-
-
-@dataclass(slots=True)
-class Client:
-    """A training client."""
-
-    id: str
-    user: str
-    base: BaseModel
-    spec: AdapterSpec | None
-    model: TrainingModel | None = None
-    """None until the worker has made it."""
-    last_seq: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """A sampling session: fixed weights."""
-
-    id: str
-    user: str
-    base: BaseModel
-    checkpoint: Checkpoint | None
-    """None: the base model."""
-
-    @property
-    def spec(self) -> AdapterSpec | None:
-        """Adapters of the checkpoint."""
-        adapters = None if self.checkpoint is None else self.checkpoint.about.adapters
-        return None if adapters is None else AdapterSpec(**adapters)
-
-
-@dataclass(slots=True)
-class Session:
-    """What one ServiceClient does."""
-
-    id: str
-    user: str
-    clients: dict[str, Client] = field(default_factory=dict)
-    samplings: dict[str, Sampling] = field(default_factory=dict)
-    used: float = field(default_factory=time.monotonic)
+class NotKept(DataError):
+    """A result that is no longer there; the client sends the request again."""
 
 
 class Service:
     """See the module."""
 
-    def __init__(self, bases: Sequence[BaseModel], store: Store) -> None:
+    def __init__(
+        self,
+        bases: Sequence[BaseModel],
+        store: Store,
+        *,
+        most_clients: int = MOST_CLIENTS,
+        sample_seconds: float = SAMPLE_SECONDS,
+    ) -> None:
         self.bases = {base.name: base for base in bases}
-        self.store = store
+        self.store, self._sample_seconds = store, sample_seconds
+        self.sessions = Sessions(self.bases, store, most_clients=most_clients)
         self.worker = Worker(self._sample_together, most_together=MAX_BATCH)
-        self._sessions: dict[str, Session] = {}
         self._samplers: OrderedDict[tuple[Any, ...], Sampler] = OrderedDict()
         self._salt = secrets.token_hex(16)
-
-    # sessions
 
     def capabilities(self) -> dict[str, Any]:
         """Return the models."""
@@ -120,81 +85,45 @@ class Service:
             ]
         }
 
-    def create_session(self, user: str) -> Session:
-        """Raises Busy."""
-        if len(self._sessions) >= MOST_SESSIONS:
-            self._drop_idle()
-        if len(self._sessions) >= MOST_SESSIONS:
-            raise Busy(f"too-large: the server has {MOST_SESSIONS} sessions, as many as it keeps")
-        session = Session(f"s-{secrets.token_hex(16)}", user)
-        self._sessions[session.id] = session
-        return session
-
-    def session(self, session_id: str, user: str) -> Session:
-        """Raises DataError: unknown, or somebody else's."""
-        found = self._sessions.get(session_id)
-        if found is None or found.user != user:
-            raise Gone(
-                f"unknown-name: there is no session {session_id[:80]!r}; after a restart of the server, make "
-                "a new ServiceClient and start from the last saved state"
-            )
-        found.used = time.monotonic()
-        return found
-
-    def finish_session(self, session_id: str, user: str) -> None:
-        """Forget a session and its clients, which go when their last request has run. Raises Gone."""
-        del self._sessions[self.session(session_id, user).id]
-
-    def _drop_idle(self) -> None:
-        since = time.monotonic() - IDLE_SECONDS
-        for session in [one for one in self._sessions.values() if one.used < since]:
-            del self._sessions[session.id]
-
-    def client(self, model_id: str, user: str) -> Client:
-        """Raises DataError: unknown, or somebody else's."""
-        found = self._of_session(model_id, user, "clients")
-        assert isinstance(found, Client)
-        return found
-
-    def sampling(self, sampling_id: str, user: str) -> Sampling:
-        """Raises DataError: unknown, or somebody else's."""
-        found = self._of_session(sampling_id, user, "samplings")
-        assert isinstance(found, Sampling)
-        return found
-
-    def _of_session(self, item_id: str, user: str, kind: str) -> Client | Sampling:
-        session = self._sessions.get(item_id.partition(":")[0])
-        found = None if session is None or session.user != user else getattr(session, kind).get(item_id)
-        if session is None or found is None:
-            raise Gone(
-                f"unknown-name: there is no {kind[:-1]} {item_id[:80]!r}; after a restart of the server, "
-                "start from the last saved state (create_training_client_from_state_with_optimizer)"
-            )
-        session.used = time.monotonic()
-        client: Client | Sampling = found
-        return client
-
     # training clients
 
     def create_model(self, request: types.CreateModelRequest, user: str) -> str:
         """Queue the making of a training client; returns the request id."""
-        session, base = self.session(request.session_id, user), self._base(request.base_model)
+        session, base = self.sessions.get(request.session_id, user), self._base(request.base_model)
         if request.optimizer_config.type != "adamw":
             raise DataError(f"refused: optimizer {request.optimizer_config.type!r} is not served; use adamw")
         client = self._new_client(session, request.model_seq_id, base, self._spec(request.lora_config))
         if client.id in session.clients:
             return _creation(client.id)
 
+        return self._create(session, client, {"model_id": client.id, "type": "create_model"})
+
+    def _create(self, session: Session, client: Client, answer: dict[str, Any]) -> str:
         def run() -> Answer:
-            client.model = TrainingModel(client.base, client.spec)
-            return _json({"model_id": client.id, "type": "create_model"})
+            self._trained(client)
+            return _json(answer)
 
-        return self._create(session, client, run)
-
-    def _create(self, session: Session, client: Client, run: Callable[[], Answer]) -> str:
         request_id = self._queue(Job(_creation(client.id), client.id, run))
+        session.write(client.row)
         session.clients[client.id] = client  # only now: a client that was not queued is not there
         return request_id
+
+    def _trained(self, client: Client) -> TrainingModel:
+        """Return a client's model, made or loaded if it is not in memory.
+
+        Raises:
+            DataError: a restart lost steps; its checkpoint is gone.
+            CheckpointError: its checkpoint is damaged.
+        """
+        if client.lost:
+            raise client.lost_steps()
+        if client.model is None and client.origin is None:
+            client.model = TrainingModel(client.base, client.spec)
+        elif client.model is None:
+            assert client.origin is not None
+            folder = self.store.find(client.origin, owner=client.user).folder
+            client.model = TrainingModel.load(client.base, client.spec, folder, optimizer=client.optimizer)
+        return client.model
 
     def _base(self, name: str) -> BaseModel:
         if name not in self.bases:
@@ -207,17 +136,9 @@ class Service:
         if not 0 <= number < 10**9:
             raise DataError(f"out-of-range: model_seq_id = {number}")
         client = Client(f"{session.id}:train:{number}", session.user, base, spec)
-        if client.id not in session.clients and self._num_clients() >= MOST_CLIENTS:
-            self._drop_idle()
-            if (count := self._num_clients()) >= MOST_CLIENTS:
-                raise DataError(
-                    f"too-large: the server has {count} training clients, as many as it keeps; close the "
-                    "ServiceClients that are done"
-                )
+        if client.id not in session.clients:
+            self.sessions.require_room()
         return client
-
-    def _num_clients(self) -> int:
-        return sum(len(session.clients) for session in self._sessions.values())
 
     def _spec(self, config: types.LoraConfig | None) -> AdapterSpec | None:
         if config is None:
@@ -239,7 +160,7 @@ class Service:
 
     def info(self, model_id: str, user: str) -> dict[str, Any]:
         """Return what get_info tells of a training client."""
-        client = self.client(model_id, user)
+        client = self.sessions.client(model_id, user)
         name = client.base.name
         return {
             "type": "get_info",
@@ -256,8 +177,10 @@ class Service:
 
     def train(self, request: wire.TrainRequest, user: str) -> str:
         """Queue a forward or forward_backward; returns the request id."""
+        client = self.sessions.client(request.model_id, user)
 
-        def run(model: TrainingModel) -> Answer:
+        def run() -> Answer:
+            model = self._trained(client)
             loss = make_loss(request.loss_fn, request.config)
             datums = wire.datums_of(
                 request, vocab_size=model.base.vocab_size, max_positions=model.base.max_positions
@@ -266,40 +189,49 @@ class Service:
                 logprobs = model.forward(datums)
                 value = sum(_loss_of(loss, d, x) for d, x in zip(datums, logprobs, strict=True))
                 return Answer(wire.train_response(logprobs, {"loss:sum": value}), protobuf=True)
+            if client.run is None:
+                client.run = ServedRun(self.store.folder(client.id), model=client.base.name)
             logprobs, metrics = model.forward_backward(datums, loss)
+            client.run.add(loss=metrics["loss:sum"], tokens=sum(map(len, logprobs)))
             return Answer(wire.train_response(logprobs, metrics), protobuf=True)
 
-        return self._step(request.model_id, request.seq_id, user, run, size=request.size)
+        does = {"does": "forward" if request.forward_only else "train"}
+        return self._step(client, request.seq_id, does, run, size=request.size)
 
     def optim_step(self, request: types.OptimStepRequest, user: str) -> str:
         """Queue an optimizer step; returns the request id."""
-        params = request.optim_params
+        client, params = self.sessions.client(request.model_id, user), request.optim_params
 
-        def run(model: TrainingModel) -> Answer:
+        def run() -> Answer:
+            model = self._trained(client)
             if not isinstance(params, types.AdamParams):
                 raise DataError(f"refused: optimizer {params.type!r} is not served; use AdamParams")
-            return _json({"metrics": model.optim_step(_adam(params))})
+            metrics = model.optim_step(_adam(params))
+            if client.run is not None:
+                client.run.step(metrics, lr=params.learning_rate)
+            return _json({"metrics": metrics})
 
-        return self._step(request.model_id, request.seq_id, user, run)
+        return self._step(client, request.seq_id, {"does": "train"}, run)
 
     def _step(
         self,
-        model_id: str,
+        client: Client,
         seq_id: int | None,
-        user: str,
-        run: Callable[[TrainingModel], Answer],
+        does: Mapping[str, Any],
+        run: Callable[[], Answer],
         *,
         size: int = 0,
     ) -> str:
         """Queue the next request of a training client. A request that was sent again is not executed again:
-        it has the id of the first."""
-        client = self.client(model_id, user)
+        it has the id of the first.
+
+        Args:
+            does: what the journal keeps of it (see sessions).
+        """
         if seq_id is None or seq_id < 1:
             raise DataError(f"out-of-range: seq_id = {seq_id}; the first request of a client has 1")
         request_id = f"{client.id}:{seq_id}"
         if seq_id <= client.last_seq:
-            if self.worker.find(request_id) is None:
-                raise Gone(f"unknown-name: the result of request {seq_id} of {client.id} is no longer kept")
             return request_id
         if seq_id != client.last_seq + 1:
             raise DataError(
@@ -307,15 +239,19 @@ class Service:
                 "it was lost, so nothing was executed",
                 expected=client.last_seq + 1,
             )
+        session = self.sessions.get(client.id.partition(":")[0], client.user)
 
-        def checked() -> Answer:
-            if client.model is None:
-                raise DataError(f"wrong-state: {client.id} could not be made; see its first request")
-            return run(client.model)
+        def executed() -> Answer:
+            try:
+                return run()
+            except LockstepError:
+                session.write({"client": client.number, "refused": seq_id})
+                raise
 
-        self._queue(Job(request_id, client.id, checked, size=size))
+        self.worker.require_room(size)
+        session.write({"client": client.number, "request": seq_id, **does})
         client.last_seq = seq_id
-        return request_id
+        return self._queue(Job(request_id, client.id, executed, size=size))
 
     def _queue(self, job: Job) -> str:
         self.worker.submit(job)
@@ -325,21 +261,22 @@ class Service:
 
     def save(self, request: types.SaveWeightsRequest, user: str) -> str:
         """Queue the saving of a training state; returns the request id."""
-        client = self.client(request.model_id, user)
+        client = self.sessions.client(request.model_id, user)
         name = checked_name(request.path or "")
         about = self._about(client, request)
 
-        def run(model: TrainingModel) -> Answer:
+        def run() -> Answer:
+            fill = self._trained(client).save
             saved = self.store.write(
-                client.id, "weights", name, about, fill=model.save, overwrite=request.overwrite
+                client.id, "weights", name, about, fill=fill, overwrite=request.overwrite
             )
             return _json({"path": saved.path, "type": "save_weights"})
 
-        return self._step(client.id, request.seq_id, user, run)
+        return self._step(client, request.seq_id, {"does": "save"}, run)
 
     def save_for_sampler(self, request: types.SaveWeightsForSamplerRequest, user: str) -> str:
         """Queue the saving of weights to sample from; returns the request id."""
-        client = self.client(request.model_id, user)
+        client = self.sessions.client(request.model_id, user)
         if request.kind != "snapshot":
             raise DataError(
                 f"refused: sampling clients of kind {request.kind!r} are not served; use snapshot"
@@ -348,9 +285,10 @@ class Service:
         number = request.sampling_session_seq_id
         if name is None and number is None:
             raise DataError("missing-field: path or sampling_session_seq_id is needed")
-        about, session = self._about(client, request), self._sessions[client.id.partition(":")[0]]
+        about, session = self._about(client, request), self.sessions.get(client.id.partition(":")[0], user)
 
-        def run(model: TrainingModel) -> Answer:
+        def run() -> Answer:
+            model = self._trained(client)
             saved = self.store.write(
                 client.id,
                 "sampler_weights",
@@ -364,10 +302,32 @@ class Service:
             session.samplings[sampling.id] = sampling
             return _json({"sampling_session_id": sampling.id, "type": "save_weights_for_sampler"})
 
-        return self._step(client.id, request.seq_id, user, run)
+        does = {"does": "sampler", "sampling": number if name is None else None}
+        return self._step(client, request.seq_id, does, run)
+
+    def save_external(self, request: types.SaveWeightsExternalRequest, user: str) -> str:
+        """Queue the writing of a folder for other programs; returns the request id."""
+        client, name = self.sessions.client(request.model_id, user), checked_name(request.path)
+        if request.age_encryption_recipients:
+            raise DataError(
+                "refused: age_encryption_recipients is not served; leave it out",
+                field="age_encryption_recipients",
+            )
+        about = self._about(client, request)
+
+        def run() -> Answer:
+            fill = self._trained(client).export
+            saved = self.store.write(client.id, "external_weights", name, about, fill=fill)
+            return _json({"path": saved.path, "type": "save_weights_external"})
+
+        return self._step(client, request.seq_id, {"does": "external"}, run)
 
     def _about(
-        self, client: Client, request: types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
+        self,
+        client: Client,
+        request: types.SaveWeightsRequest
+        | types.SaveWeightsForSamplerRequest
+        | types.SaveWeightsExternalRequest,
     ) -> About:
         ttl, now = request.ttl_seconds, time.time()
         if ttl is not None and not _TTL[0] <= ttl <= _TTL[1]:
@@ -376,9 +336,10 @@ class Service:
             owner=client.user,
             base_model=client.base.name,
             adapters=None if client.spec is None else asdict(client.spec),
+            seq=request.seq_id or 0,
             time=now,
             expires_at=None if ttl is None else now + ttl,
-            user_metadata=dict(request.user_metadata or {}),
+            user_metadata=dict(getattr(request, "user_metadata", None) or {}),
         )
 
     def load(self, request: types.LoadWeightsRequest, user: str) -> str:
@@ -393,32 +354,35 @@ class Service:
         adapters = saved.about.adapters
         spec = None if adapters is None else AdapterSpec(**adapters)
         if request.session_id is None or request.model_seq_id is None:
-            client = self.client(request.model_id or "", user)
+            client = self.sessions.client(request.model_id or "", user)
             if saved.about.base_model != client.base.name or _shape(spec) != _shape(client.spec):
                 raise DataError(f"other-model: {saved.path} has another base model or other adapters")
-            run = self._loading(client, saved, optimizer=request.optimizer)
-            return self._step(client.id, request.seq_id, user, lambda _: run())
-        session = self.session(request.session_id, user)
+
+            def run() -> Answer:
+                model = TrainingModel.load(
+                    client.base, client.spec, saved.folder, optimizer=request.optimizer
+                )
+                client.model, client.lost = model, False
+                return _json({"path": saved.path, "model_id": client.id, "type": "load_weights"})
+
+            does = {"does": "load", "path": saved.path, "optimizer": request.optimizer}
+            return self._step(client, request.seq_id, does, run)
+        session = self.sessions.get(request.session_id, user)
         base = self._base(request.base_model or saved.about.base_model)
         if base.name != saved.about.base_model:
             raise DataError(f"other-model: {saved.path} is of {saved.about.base_model}, not {base.name}")
         client = self._new_client(session, request.model_seq_id, base, spec)
         if client.id in session.clients:
             return _creation(client.id)
-        return self._create(session, client, self._loading(client, saved, optimizer=request.optimizer))
-
-    def _loading(self, client: Client, saved: Checkpoint, *, optimizer: bool) -> Callable[[], Answer]:
-        def run() -> Answer:
-            client.model = TrainingModel.load(client.base, client.spec, saved.folder, optimizer=optimizer)
-            return _json({"path": saved.path, "model_id": client.id, "type": "load_weights"})
-
-        return run
+        client.origin, client.optimizer = saved.path, request.optimizer
+        answer = {"path": saved.path, "model_id": client.id, "type": "load_weights"}
+        return self._create(session, client, answer)
 
     # sampling
 
     def create_sampling(self, request: types.CreateSamplingSessionRequest, user: str) -> Sampling:
         """Open a sampling session for saved weights, or for a base model."""
-        session, number = self.session(request.session_id, user), request.sampling_session_seq_id
+        session, number = self.sessions.get(request.session_id, user), request.sampling_session_seq_id
         if not 0 <= number < 10**9:
             raise DataError(f"out-of-range: sampling_session_seq_id = {number}")
         if request.model_path is not None:
@@ -429,11 +393,14 @@ class Service:
         else:
             base, checkpoint = self._base(request.base_model or ""), None
         sampling = Sampling(f"{session.id}:sample:{number}", user, base, checkpoint)
+        if sampling.id not in session.samplings:
+            path, written = (None, None) if checkpoint is None else (checkpoint.path, checkpoint.about.time)
+            session.write({"sampling": number, "base": base.name, "path": path, "time": written})
         return session.samplings.setdefault(sampling.id, sampling)
 
     def sample(self, request: wire.SampleRequest, user: str) -> tuple[str, list[str]]:
         """Queue a sample request; returns the request id and an id for each sequence."""
-        sampling = self.sampling(request.session_id, user)
+        sampling = self.sessions.sampling(request.session_id, user)
         if not 0 <= request.seq_id < 2**63:
             raise DataError(f"out-of-range: seq_id = {request.seq_id}")
         request_id = f"{sampling.id}:{request.seq_id}"
@@ -449,6 +416,9 @@ class Service:
                 f"{sampling.base.max_positions - 1}",
                 found=len(prompt),
             )
+        if request.targets is not None:
+            named = request.targets[request.targets >= 0].numpy()
+            wire.check_tokens(named, "target_prompt_logprobs", vocab_size=sampling.base.vocab_size)
         limit = min(request.sampling.max_tokens or room, room)
         request = dataclasses.replace(
             request, sampling=dataclasses.replace(request.sampling, max_tokens=limit)
@@ -478,9 +448,17 @@ class Service:
                     seeds=tuple(self._seed(job.id, request, index) for index in range(request.n)),
                 )
                 for job, request in zip(jobs, requests, strict=True)
-            ]
+            ],
+            seconds=self._sample_seconds,
         )
-        return [_sampled(sampler, request, group) for request, group in zip(requests, groups, strict=True)]
+        late = EngineError(
+            f"deadline: the samples were not done after {self._sample_seconds:g} s; ask for fewer or shorter "
+            "ones, or start the server with a higher --sample-seconds"
+        )
+        return [
+            late if any(one.finish_reason == "abort" for one in group) else _sampled(sampler, request, group)
+            for request, group in zip(requests, groups, strict=True)
+        ]
 
     def _seed(self, request_id: str, request: wire.SampleRequest, index: int) -> int:
         """A sample's noise is a function of its request's seed; without one, of this server and request."""
@@ -501,38 +479,64 @@ class Service:
     # results
 
     def job(self, request_id: str, user: str) -> Job:
-        """Return a request of this user by its id. Raises Gone."""
-        session = self._sessions.get(request_id.partition(":")[0])
-        found = None if session is None or session.user != user else self.worker.find(request_id)
-        if session is None or found is None:
+        """Return a request of this user by its id.
+
+        Raises:
+            Gone: unknown, or somebody else's.
+            NotKept: it is of a sampler, which can sample again.
+        """
+        session = self.sessions.find(request_id, user)
+        found = None if session is None else self.worker.find(request_id)
+        if found is not None:
+            return found
+        item, _, number = request_id.rpartition(":")
+        if session is not None and item in session.samplings:
+            raise NotKept(f"unknown-name: the result of {request_id[:120]!r} is not kept; sample again")
+        client = None if session is None else session.clients.get(item)
+        if client is None or not number.isdigit() or int(number) > client.last_seq:
             raise Gone(f"unknown-name: there is no request {request_id[:120]!r}, or no longer")
-        session.used = time.monotonic()
-        return found
+        # A request of an earlier start, or one so old that its result was dropped.
+        job, seq = Job(request_id, client.id), int(number)
+        answer = {"model_id": client.id, "type": "create_model"} if seq == 0 else client.answers.get(seq)
+        if answer is not None:
+            job.future.set_result(_json(dict(answer)))
+        elif client.lost:
+            job.future.set_exception(client.lost_steps())
+        else:
+            job.future.set_exception(DataError(f"wrong-state: the result of {request_id} is not kept"))
+        return job
 
 
 def _sampled(sampler: Sampler, request: wire.SampleRequest, group: Sequence[Completion]) -> Answer:
     sequences = []
     for completion in group:
+        whole = (*completion.prompt_token_ids, *completion.token_ids)
         logprobs = torch.tensor(completion.logprobs, dtype=torch.float32)
         # The engine's are of the logits it drew from; the API's are at temperature 1, which greedy counts as.
         if request.sampling.temperature not in (0.0, 1.0):
-            whole = (*completion.prompt_token_ids, *completion.token_ids)
             logprobs = sampler.score(whole)[len(completion.prompt_token_ids) - 1 :]
+        top = None
+        if request.top_sampled:
+            top = sampler.candidates(whole, request.top_sampled, last=len(completion.token_ids))
         stopped = completion.finish_reason == "stop"
-        sequences.append(wire.Sampled(token_ids=completion.token_ids, logprobs=logprobs, stopped=stopped))
-    return Answer(wire.sample_response(sequences, _prompt_logprobs(sampler, request)), protobuf=True)
+        sequences.append(
+            wire.Sampled(token_ids=completion.token_ids, logprobs=logprobs, stopped=stopped, top=top)
+        )
+    length = len(request.prompt)
+    return Answer(wire.sample_response(sequences, _scored(sampler, request), length=length), protobuf=True)
 
 
-def _prompt_logprobs(sampler: Sampler, request: wire.SampleRequest) -> Tensor | None:
-    """[P] float32: NaN for the first token, and for those that are not asked for."""
-    if request.prompt_logprobs == 0:
-        return None
-    values = torch.full((len(request.prompt),), math.nan)
-    if len(request.prompt) > 1:
-        values[1:] = sampler.score(request.prompt)
-    if request.prompt_logprobs > 0:
-        values[: len(values) - request.prompt_logprobs] = math.nan
-    return values
+def _scored(sampler: Sampler, request: wire.SampleRequest) -> wire.ScoredPrompt:
+    prompt, logprobs, top, targets = request.prompt, None, None, None
+    if request.prompt_logprobs:
+        logprobs = torch.full((len(prompt),), math.nan)
+        if request.last:
+            logprobs[-request.last :] = sampler.score(prompt)[-request.last :]
+    if request.top_prompt and request.last:
+        top = sampler.candidates(prompt, request.top_prompt, last=request.last)
+    if request.targets is not None and len(request.targets):
+        targets = sampler.candidates(prompt, request.targets, last=len(request.targets))[1]
+    return wire.ScoredPrompt(logprobs=logprobs, top=top, targets=targets)
 
 
 def _loss_of(loss: ServedLoss, datum: wire.Datum, logprobs: Tensor) -> float:

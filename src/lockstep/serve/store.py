@@ -1,7 +1,10 @@
 """The run directory of a server: tokens, and checkpoints that outlive it.
 
 tokens.json                             user -> token, readable by its owner alone
+sessions/                               see serve/sessions
+models/MODEL/                           its log (serve/run_files)
 models/MODEL/weights/NAME/              a training state (train/state), and about.json
+models/MODEL/external_weights/NAME/     a folder of peft or transformers, and about.json
 models/MODEL/sampler_weights/NAME/      weights.safetensors, and about.json
 """
 
@@ -20,15 +23,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.common_errors import cannot_write
-from lockstep.errors import CheckpointError, DataError
+from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.observe.files import parse_json, read_json, sync_folder, write_json
+from lockstep.observe.trust import read_own
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
 WEIGHTS = "weights.safetensors"
 _ABOUT, _TOKENS = "about.json", "tokens.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", re.ASCII)
-_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)", re.ASCII)
+_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights)/([^/]+)", re.ASCII)
 _MODEL = re.compile(r"s-[0-9a-f]{32}:train:\d{1,9}", re.ASCII)
+_TOKEN = re.compile(r"tml-[A-Za-z0-9_-]{32,512}", re.ASCII)
 _EPHEMERAL = "ephemeral-"
 _KEPT_EPHEMERAL = 8
 """Unnamed sampler weights that are kept for each model."""
@@ -43,6 +49,8 @@ class About:
     adapters: Mapping[str, Any] | None
     """Fields of AdapterSpec; None: all weights are trained."""
     time: float
+    seq: int = 0
+    """The request of its client that wrote it."""
     expires_at: float | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -66,9 +74,13 @@ class Checkpoint:
     def path(self) -> str:
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
+    def files(self) -> list[str]:
+        """The names of its files, except about.json."""
+        return sorted(f.name for f in self.folder.iterdir() if f.is_file() and f.name != _ABOUT)
+
     def size(self) -> int:
         """Bytes of its files."""
-        return sum(f.stat().st_size for f in self.folder.iterdir() if f.is_file())
+        return sum((self.folder / name).stat().st_size for name in self.files())
 
 
 class Store:
@@ -81,6 +93,10 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def folder(self, model_id: str) -> Path:
+        """The folder of a training client, which is also a run directory."""
+        return self.directory / "models" / model_id
 
     def tokens(self, users: Sequence[str]) -> dict[str, str]:
         """Return a token for each user: those of earlier starts, and new ones."""
@@ -115,7 +131,7 @@ class Store:
             DataError: there is one of that name.
             CheckpointError: the disk is full, or the like.
         """
-        parent = self.directory / "models" / model_id / kind
+        parent = self.folder(model_id) / kind
         parent.mkdir(parents=True, exist_ok=True)
         unnamed = name is None
         name = f"{_EPHEMERAL}{time.time_ns():020d}" if name is None else checked_name(name)
@@ -156,8 +172,8 @@ class Store:
         match = _PATH.fullmatch(path)
         if match is None or not _MODEL.fullmatch(match[1]) or not _NAME.fullmatch(match[3]):
             raise missing
-        kind: Kind = "weights" if match[2] == "weights" else "sampler_weights"
-        folder = self.directory / "models" / match[1] / kind / match[3]
+        kind = next(kind for kind in KINDS if kind == match[2])
+        folder = self.folder(match[1]) / kind / match[3]
         about = _about(folder)
         if about is None or about.owner != owner or about.expired:
             raise missing
@@ -169,22 +185,46 @@ class Store:
 
     def of_model(self, model_id: str, *, owner: str) -> list[Checkpoint]:
         """Return a model's named checkpoints that `owner` may see, oldest first."""
+        found = [one for one in self.written(model_id) if one.about.owner == owner]
+        named = [one for one in found if not one.name.startswith(_EPHEMERAL)]
+        return sorted(named, key=lambda one: one.about.time)
+
+    def written(self, model_id: str) -> list[Checkpoint]:
+        """Return all checkpoints of a model that have not expired, unnamed ones too."""
         if not _MODEL.fullmatch(model_id):
             return []
         found = []
-        kinds: tuple[Kind, ...] = ("weights", "sampler_weights")
-        for kind in kinds:
-            folder = self.directory / "models" / model_id / kind
+        for kind in KINDS:
+            folder = self.folder(model_id) / kind
             for entry in folder.iterdir() if folder.is_dir() else ():
                 about = _about(entry) if _NAME.fullmatch(entry.name) else None
-                named = not entry.name.startswith(_EPHEMERAL)
-                if about and about.owner == owner and named and not about.expired:
+                if about is not None and not about.expired:
                     found.append(Checkpoint(model_id, kind, entry.name, entry, about))
-        return sorted(found, key=lambda one: one.about.time)
+        return found
 
     def delete(self, path: str, *, owner: str) -> None:
         """Remove a checkpoint. Raises DataError: see `find`."""
         shutil.rmtree(self.find(path, owner=owner).folder)
+
+
+def read_tokens(path: Path) -> dict[str, str]:
+    """Read the tokens of users from a JSON file that nobody else may read.
+
+    Raises:
+        ConfigError: others may read or write it; it is no such file; a token is short or of two users.
+    """
+    found = parse_json(read_own(path, ConfigError, limit=2**20, secret=True), str(path), ConfigError)
+    if not isinstance(found, dict) or not found or not all(isinstance(t, str) for t in found.values()):
+        raise ConfigError(f"wrong-format: {path} must be a JSON object: user -> token")
+    for user, token in found.items():
+        if not _TOKEN.fullmatch(token):
+            raise ConfigError(
+                f"wrong-format: {path}: the token of {user[:80]!r} must be tml- and 32 or more of letters, "
+                "digits, - and _"
+            )
+    if len(set(found.values())) < len(found):
+        raise ConfigError(f"duplicate: {path} gives two users one token")
+    return found
 
 
 def checked_name(name: str) -> str:

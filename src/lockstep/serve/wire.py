@@ -28,9 +28,13 @@ PROTOBUF = "application/x-protobuf"
 MOST_BODY = 64 * 2**20
 """Bytes of a request."""
 MOST_DATUMS, MOST_SAMPLES, MOST_STOPS = 4096, 1024, 64
+MOST_CANDIDATES = 64
+"""Tokens of one position whose logprobs a sample request may ask for."""
+_NO_LOGPROB = -99999.0
+"""The client's sign for a position without candidates; see tinker.types.topk_logprobs."""
 
 Message = TypeVar("Message", bound=BaseModel)
-_FLOATS = ("weights", "logprobs", "advantages")
+_FLOATS = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
 _DTYPES: Mapping[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
@@ -47,7 +51,7 @@ class Datum:
     targets: Tensor
     """[L] int64: the token that each position predicts; need not be the next input."""
     floats: Mapping[str, Tensor]
-    """[L] float32 each: weights, or logprobs and advantages."""
+    """[L] float32 each: weights, or logprobs, advantages and, for gspo, sequence_ratio_mask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +80,15 @@ class SampleRequest:
     seed: int | None
     sampling: SamplingParams
     """max_tokens 0: as many as the context has room for."""
-    prompt_logprobs: int
-    """How many of the prompt's last tokens are scored; 0: none, -1: all."""
+    prompt_logprobs: bool
+    last: int
+    """How many of the prompt's last tokens are scored, alone and with candidates."""
+    top_prompt: int
+    """How many of the likeliest tokens are returned for each token of the prompt; 0: none."""
+    top_sampled: int
+    """The same for each sampled token."""
+    targets: Tensor | None
+    """[P - 1, K] int64: ids to score in place of each token of the prompt but the first; -1: none."""
     size: int
     """Bytes of the request."""
 
@@ -186,6 +197,8 @@ def _datum(datum: Any, where: str, takes: tuple[str, ...], *, vocab_size: int, m
         if not np.isfinite(arrays[name]).all():
             raise DataError(f"not-finite: {where}: {name} has an entry that is not finite", field=name)
     check_tokens(arrays["target_tokens"], f"{where}: target_tokens", vocab_size=vocab_size)
+    if "sequence_ratio_mask" in arrays and not arrays["sequence_ratio_mask"].any():
+        raise DataError(f"out-of-range: {where}: sequence_ratio_mask marks no token; it must mark one")
     if "weights" in takes:
         arrays.setdefault("weights", np.ones(len(inputs), np.float32))
     return Datum(
@@ -220,12 +233,18 @@ def sample_request(body: bytes) -> SampleRequest:
         DataError: it is malformed, out of range, or asks for something that is not served.
     """
     request = parse(types.SampleRequest, body)
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if getattr(request, name):
-            raise DataError(f"refused: {name} is not served; leave it at 0", field=name)
-    for name in ("target_prompt_logprobs", "model_path", "base_model"):
+    if request.prompt_alt_tokens_k:
+        raise DataError(
+            "refused: prompt_alt_tokens_k is not served; leave it at 0", field="prompt_alt_tokens_k"
+        )
+    for name in ("model_path", "base_model"):
         if getattr(request, name) is not None:
             raise DataError(f"refused: {name} is not served in a sample request; leave it out", field=name)
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= MOST_CANDIDATES:
+            raise DataError(
+                f"out-of-range: {name} = {getattr(request, name)}; ask for 0 to {MOST_CANDIDATES}", field=name
+            )
     if request.sampling_session_id is None or request.seq_id is None:
         raise DataError("missing-field: sampling_session_id and seq_id are needed")
     if not 1 <= request.num_samples <= MOST_SAMPLES:
@@ -238,14 +257,13 @@ def sample_request(body: bytes) -> SampleRequest:
         if not isinstance(chunk, types.EncodedTextChunk):
             raise DataError(f"refused: prompt: chunks of kind {chunk.type} are not served; send token ids")
         tokens += chunk.tokens
-    scored = 0
-    if request.prompt_logprobs:
-        scored = -1 if request.prompt_logprobs_last_n is None else request.prompt_logprobs_last_n
-        if scored != -1 and not 1 <= scored < len(tokens):
-            raise DataError(
-                f"out-of-range: prompt_logprobs_last_n = {scored} must be 1 to {len(tokens) - 1}",
-                field="prompt_logprobs_last_n",
-            )
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and 1 <= last < len(tokens)):
+        raise DataError(
+            f"out-of-range: prompt_logprobs_last_n = {last} needs prompt_logprobs, and must be 1 to "
+            f"{len(tokens) - 1}",
+            field="prompt_logprobs_last_n",
+        )
     return SampleRequest(
         session_id=request.sampling_session_id,
         seq_id=request.seq_id,
@@ -253,9 +271,32 @@ def sample_request(body: bytes) -> SampleRequest:
         n=request.num_samples,
         seed=request.sampling_params.seed,
         sampling=_sampling(request.sampling_params),
-        prompt_logprobs=scored,
+        prompt_logprobs=bool(request.prompt_logprobs),
+        last=max(0, len(tokens) - 1) if last is None else last,
+        top_prompt=request.topk_prompt_logprobs,
+        top_sampled=request.topk_sample_logprobs,
+        targets=_targets(request.target_prompt_logprobs, rows=len(tokens) - 1),
         size=len(body),
     )
+
+
+def _targets(given: Any, *, rows: int) -> Tensor | None:
+    if given is None:
+        return None
+    name = "target_prompt_logprobs"
+    if given.sparse_crow_indices is not None:
+        raise DataError(f"refused: {name} in sparse rows is not served; send a dense tensor", field=name)
+    shape = tuple(given.shape or ())
+    good = len(shape) == 2 and shape[0] == rows and 1 <= shape[1] <= MOST_CANDIDATES
+    if given.dtype != "int64" or not good or len(given.data) != shape[0] * shape[1]:
+        raise DataError(
+            f"wrong-shape: {name} must be int64 [{rows}, 1 to {MOST_CANDIDATES}], not {given.dtype} {shape}",
+            field=name,
+        )
+    try:
+        return torch.from_numpy(np.asarray(given.data, np.int64).reshape(shape))
+    except OverflowError as error:
+        raise DataError(f"out-of-range: {name} has an id of more than 64 bits", field=name) from error
 
 
 def _sampling(params: Any) -> SamplingParams:
@@ -292,21 +333,53 @@ class Sampled:
     token_ids: Sequence[int]
     logprobs: Tensor
     stopped: bool
+    top: tuple[Tensor, Tensor] | None = None
+    """ids and logprobs [S, k] of the likeliest tokens."""
 
 
-def sample_response(sequences: Sequence[Sampled], prompt_logprobs: Tensor | None) -> bytes:
-    """Encode the answer to a sample request. prompt_logprobs: [P] float32, NaN where not scored."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredPrompt:
+    """What is returned of a prompt of P tokens; None: not asked for."""
+
+    logprobs: Tensor | None = None
+    """[P] float32, NaN where not scored."""
+    top: tuple[Tensor, Tensor] | None = None
+    """ids and logprobs [R, k] of the likeliest tokens in place of each of the last R."""
+    targets: Tensor | None = None
+    """[P - 1, K] float32."""
+
+
+def sample_response(sequences: Sequence[Sampled], prompt: ScoredPrompt, *, length: int) -> bytes:
+    """Encode the answer to a sample request. length: P."""
     message = pb.SampleResponse()
     for sequence in sequences:
-        message.sequences.add(
+        one = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if sequence.stopped else pb.STOP_REASON_LENGTH,
             tokens=np.asarray(sequence.token_ids, "<i4").tobytes(),
             logprobs=_bytes(sequence.logprobs),
         )
-    if prompt_logprobs is not None:
-        message.prompt_logprobs = _bytes(prompt_logprobs)
+        if sequence.top is not None:
+            _fill_top(one.topk_sampled_logprobs, sequence.top, length=len(sequence.token_ids))
+    if prompt.logprobs is not None:
+        message.prompt_logprobs = _bytes(prompt.logprobs)
+    if prompt.top is not None:
+        _fill_top(message.topk_prompt_logprobs, prompt.top, length=length)
+    if prompt.targets is not None:
+        tensor = message.target_prompt_logprobs
+        tensor.dtype, tensor.dense = pb.DTYPE_FLOAT32, _bytes(prompt.targets)
+        tensor.shape.extend(prompt.targets.shape)
     encoded: bytes = message.SerializeToString()
     return encoded
+
+
+def _fill_top(message: Any, top: tuple[Tensor, Tensor], *, length: int) -> None:
+    """Write candidates of the last positions of `length`; those before them have none."""
+    ids, logprobs = top
+    before = (length - ids.shape[0], 0)
+    whole = torch.nn.functional.pad(logprobs, (0, 0, *before), value=_NO_LOGPROB)
+    message.length, message.k, message.logprobs = length, ids.shape[1], _bytes(whole)
+    padded = torch.nn.functional.pad(ids, (0, 0, *before))
+    message.token_ids = padded.to("cpu", torch.int32).numpy().astype("<i4").tobytes()
 
 
 def train_response(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:

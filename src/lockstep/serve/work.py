@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -11,7 +12,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.errors import DataError, LockstepError
+import torch
+
+from lockstep.errors import DataError, LockstepError, TrainError
+from lockstep.observe.metrics import is_out_of_memory
 
 log = logging.getLogger(__name__)
 MOST_WAITING, MOST_WAITING_BYTES = 10_000, 2**30
@@ -75,13 +79,17 @@ class Worker:
         with self._changed:
             return self._jobs.get(request_id)
 
+    def require_room(self, size: int) -> None:
+        """Raises Busy: a job of `size` bytes cannot be queued now."""
+        if self._closed:
+            raise Busy("wrong-state: the server ends")
+        if self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES:
+            raise Busy(f"too-large: {self._waiting} requests are waiting; try again later")
+
     def submit(self, job: Job) -> None:
         """Queue a job. Raises Busy."""
         with self._changed:
-            if self._closed:
-                raise Busy("wrong-state: the server ends")
-            if self._waiting >= MOST_WAITING or self._waiting_bytes + job.size > MOST_WAITING_BYTES:
-                raise Busy(f"too-large: {self._waiting} requests are waiting; try again later")
+            self.require_room(job.size)
             self._jobs[job.id] = job
             self._lanes.setdefault(job.lane, deque()).append(job)
             self._waiting += 1
@@ -143,9 +151,24 @@ class Worker:
             if len(jobs) == 1:
                 return [error]
             return [self._results([job])[0] for job in jobs]  # the others may be right
-        except Exception as error:  # a bug: its requests fail, and the other users' go on
+        except Exception as error:
+            if is_out_of_memory(error):
+                return [self._no_memory(jobs[0].id, error)] * len(jobs)
+            # A bug: its requests fail, and the other users' go on.
             log.exception("request %s", jobs[0].id)
             return [error] * len(jobs)
+
+    @staticmethod
+    def _no_memory(request_id: str, error: Exception) -> TrainError:
+        log.warning("request %s: %s", request_id, error)
+        error.__traceback__ = None  # its frames hold the tensors
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return TrainError(
+            f"out-of-memory: there is no memory for request {request_id}; close clients that are done, take "
+            "a lower rank, or send shorter documents"
+        )
 
     def _keep(self, job: Job, result: Answer | Exception) -> None:
         with self._changed:

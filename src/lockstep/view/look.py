@@ -77,6 +77,8 @@ class RunLook:
 
     def _advice(self) -> str:
         """What can be done with a run that has ended early."""
+        if _read(self.run / "config.toml").get("kind") == "serve":
+            return "start lockstep serve again with the --dir that it is in; its clients go on"
         if self.checkpoint is None and not self.steps and self.state == "failed":
             again = f"lockstep train {self.run / 'config.toml'} --run-dir {self.run}"
             return f"it failed before its first step; fix the error, then start it again: {again}"
@@ -146,11 +148,15 @@ def run_state(run: Path, owner: Owner | None, summary: Mapping[str, Any]) -> tup
 
 
 def _total(config: Path) -> int | None:
+    steps = _read(config).get("steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _read(config: Path) -> dict[str, Any]:
     try:
-        steps = tomllib.loads(read_plain(config, DataError).decode("utf-8")).get("steps")
+        return tomllib.loads(read_plain(config, DataError).decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"not-toml: {config} is not TOML: {error}") from error
-    return steps if isinstance(steps, int) else None
 
 
 def rank_lines(run: Path) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -23,9 +22,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.processes.http_server import LOOPBACK as HOST
+from lockstep.processes.http_server import HttpServer
 from lockstep.view.render import STATIC, Site
 
-HOST = "127.0.0.1"
 _NO_FORMS = "base-uri 'none'; frame-ancestors 'none'"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -190,36 +190,18 @@ class Server:
 
     def __init__(self, paths: Sequence[Path], *, port: int) -> None:
         self.site = Site(paths)
-        self._socket = listen(port)
-        self.port = int(self._socket.getsockname()[1])
+        listening = listen(port)
+        self.port = int(listening.getsockname()[1])
         self.token = secrets.token_urlsafe(24)
         self.url = f"http://{HOST}:{self.port}/?token={self.token}"
         guarded = Guard(app(self.site), token=self.token, port=self.port)
-        config = uvicorn.Config(
-            guarded,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,
-        )
-        self._server = _Uvicorn(config)
+        self._server = HttpServer(guarded, listening)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Answer requests; `ready` is called when the first can be answered, and a signal ends it quietly."""
-        self._server.ready = ready
-        with contextlib.closing(self._socket), contextlib.closing(self.site):
-            self._server.run(sockets=[self._socket])
+        with contextlib.closing(self.site):
+            self._server.run(ready)
 
     def stop(self) -> None:
         """End `run`, from another thread."""
-        self._server.should_exit = True
-
-
-class _Uvicorn(uvicorn.Server):
-    ready: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.ready()
+        self._server.stop()

@@ -1,0 +1,159 @@
+"""A server that is killed and started again: what was saved is there, and nothing is trained twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from serving import PROMPT, SECONDS, datum, forward, message, post, result, sampled, tinker, types
+
+from lockstep.engine.remote.server import free_port
+
+
+class Killable:
+    """`lockstep serve` as a process of its own, always on the same port and directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.port = directory, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+        self.tokens = json.loads((directory / "tokens.json").read_text())
+        self.store = SimpleNamespace(directory=directory)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "lockstep", "serve", "--model", "tiny=shape:tiny-qwen3"]
+        command += ["--dir", str(self.directory), "--port", str(self.port), "--user", "ada"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+        assert self.process.stdout is not None
+        assert any(line.strip() == "serve: ready" for line in self.process.stdout)
+
+    def another(self) -> str:
+        """What a second server in the same directory says."""
+        command = [*self.process.args[:-3], str(self.port + 1), "--user", "ada"]  # type: ignore[index]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False).stderr
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(60)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killable]:
+    server = Killable(Path(tmp_path_factory.mktemp("killed")) / "run")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def user(server: Killable) -> Any:
+    return tinker.ServiceClient(base_url=server.url, api_key=server.tokens["ada"])
+
+
+def step(client: Any, number: int) -> None:
+    client.forward_backward([datum([*PROMPT, 30 + number], weights=[1.0] * 5)], "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=0.01)).result(SECONDS)
+
+
+def test_clients_and_samplers_go_on_after_a_kill(server: Killable, user: Any) -> None:
+    assert "error[locked]" in server.another()
+    alone, saved, unsaved = (
+        user.create_lora_training_client("tiny", rank=4, seed=1).result() for _ in range(3)
+    )
+    for number in range(3):
+        step(alone, number)
+    expected = forward(alone, PROMPT)
+
+    for client in (saved, unsaved):
+        step(client, 0)
+    path = saved.save_state("one").result(SECONDS).path
+    sampler = saved.save_weights_and_get_sampling_client().result()
+    before = sampled(sampler).sequences
+    unsaved_path = unsaved.save_state("one").result(SECONDS).path
+    step(unsaved, 1)
+    server.restart()
+
+    for number in (1, 2):  # the same client, whose state was saved after its last step
+        step(saved, number)
+    assert torch.equal(forward(saved, PROMPT), expected)
+    again = sampled(sampler).sequences
+    assert [one.tokens for one in again] == [one.tokens for one in before]
+    assert (
+        user.create_rest_client().list_checkpoints(saved.model_id).result().checkpoints[0].tinker_path == path
+    )
+
+    with pytest.raises(tinker.RequestFailedError, match="are lost; go on with load_state_with_optimizer"):
+        step(unsaved, 1)
+    unsaved.load_state_with_optimizer(unsaved_path).result(SECONDS)
+    for number in (1, 2):
+        step(unsaved, number)
+    assert torch.equal(forward(unsaved, PROMPT), expected)
+
+
+def test_a_request_that_is_sent_again_after_a_kill_does_not_train_again(server: Killable) -> None:
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    key = {"X-Idempotency-Key": "one"}
+    session = post(server, "create_session", body, **key)[1]["session_id"]
+    create = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "tiny",
+        "lora_config": {"rank": 2, "seed": 1},
+    }
+    creation = post(server, "create_model", create)[1]["request_id"]
+    model_id = result(server, creation)["model_id"]
+    save = {"model_id": model_id, "seq_id": 1, "path": "start"}
+    answer = result(server, post(server, "save_weights", save)[1]["request_id"])
+    adam = {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+    asked = post(server, "optim_step", adam)[1]["request_id"]
+    assert result(server, asked)["error"].startswith("no-gradients")
+    forward_backward = {"Content-Type": "application/x-protobuf"}
+    trained = post(server, "forward_backward", message(model_id, 3), **forward_backward)[1]["request_id"]
+    server.restart()  # the step may have been executed, and nobody has its answer
+
+    assert post(server, "create_session", body, **key)[1]["session_id"] == session
+    assert post(server, "create_model", create)[1]["request_id"] == creation
+    assert result(server, creation)["model_id"] == model_id
+    assert result(server, post(server, "save_weights", save)[1]["request_id"]) == answer
+    assert (
+        post(server, "forward_backward", message(model_id, 3), **forward_backward)[1]["request_id"] == trained
+    )
+    assert "are lost" in result(server, trained)["error"]
+    load = {"model_id": model_id, "seq_id": 4, "path": answer["path"], "optimizer": True}
+    assert result(server, post(server, "load_weights", load)[1]["request_id"])["path"] == answer["path"]
+    left = post(server, "optim_step", adam | {"seq_id": 5})[1]["request_id"]
+    assert result(server, left)["error"].startswith("no-gradients")  # request 3 did not run again
+
+
+@pytest.mark.exhaustive
+def test_what_was_acknowledged_as_saved_survives_kills_at_any_moment(server: Killable, user: Any) -> None:
+    client = user.create_lora_training_client("tiny", rank=2, seed=3).result()
+    acknowledged: list[str] = []
+    for round_ in range(6):
+        with contextlib.suppress(tinker.RequestFailedError):
+            futures = []
+            for number in range(8):
+                client.forward_backward([datum([*PROMPT, 30 + number], weights=[1.0] * 5)], "cross_entropy")
+                client.optim_step(types.AdamParams(learning_rate=0.01))
+                futures.append(client.save_state(f"{round_}-{number}"))
+            acknowledged.append(futures[0].result(SECONDS).path)
+            time.sleep(0.05 * round_)
+        server.restart()
+        client.load_state_with_optimizer(acknowledged[-1]).result(SECONDS)
+    for path in acknowledged:
+        loaded = user.create_training_client_from_state_with_optimizer(path).result()
+        assert len(forward(loaded, PROMPT)) == 4
