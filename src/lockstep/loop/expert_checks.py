@@ -9,6 +9,7 @@ from lockstep.models.load import OpenedModel, prepared_config
 
 _BACKENDS = ("local", "fsdp2")
 _ENGINES = ("native", "hf")
+_MODES = ("auto", "eager", "compile")
 
 
 def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
@@ -30,7 +31,7 @@ def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
         (train.backend in _BACKENDS, "train.backend", train.backend, "'local' or 'fsdp2'"),
         (train.tp == 1, "train.tp", train.tp, "1"),
         (train.ring == 1, "train.ring", train.ring, "1"),
-        (train.execution in ("auto", "eager"), "train.execution", train.execution, "'eager'"),
+        (train.execution in _MODES, "train.execution", train.execution, "'compile' or 'eager'"),
         (engine in (None, *_ENGINES), "engine.name", engine, "'native' or 'hf'"),
         (not own, "engine.process", "separate", "'auto'"),
     ]

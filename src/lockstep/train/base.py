@@ -386,18 +386,21 @@ def _check_compiles(module: nn.Module, execution: str) -> None:
     """Refuse to compile what no test covers, of a policy or a value model.
 
     Raises:
-        ModelError: the architecture has no record, or experts.
+        ModelError: the architecture has no record, or experts under another mode than compile.
     """
     if execution in ("auto", "eager"):
         return
     config = text_config(module)
-    unknown = architecture_of(config) is None
-    if unknown or is_moe(config):
-        raise ModelError(
-            f"unsupported-model: train.execution = {execution!r}: {type(module).__name__} has "
-            f"{'no record in Lockstep' if unknown else 'experts'}, and such models train eager; set "
-            "train.execution = 'eager'"
-        )
+    if architecture_of(config) is None:
+        why, fix = "no record in Lockstep, and such models train eager", "'eager'"
+    elif is_moe(config) and execution != "compile":
+        why, fix = "experts, which no test covers in this mode", "'compile' or 'eager'"
+    else:
+        return
+    raise ModelError(
+        f"unsupported-model: train.execution = {execution!r}: {type(module).__name__} has {why}; set "
+        f"train.execution = {fix}"
+    )
 
 
 def compile_module(
