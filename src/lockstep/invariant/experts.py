@@ -47,12 +47,18 @@ class Router:
     top_k: int
     routing: TopRouter
     normalise: bool
+    watched: bool = False
+    """Whether the trainer reads `seen`."""
+    seen: tuple[Tensor, Tensor] | None = None
+    """Logits [T, E] and experts [T, k] of the last forward."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.logits(hidden_states.reshape(-1, self.hidden_dim))
         weights, experts = choose_experts(
             logits, self.top_k, softmax=self.routing.softmax, normalise=self.normalise
         )
+        if self.watched:
+            self.seen = logits, experts
         return logits, weights.to(logits.dtype) if self.routing.rounded else weights, experts
 
     def logits(self, rows: Tensor) -> Tensor:

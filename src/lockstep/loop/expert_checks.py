@@ -23,9 +23,15 @@ def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
         ConfigError: the setting, and what to set instead.
     """
     config = prepared_config(run.model).get_text_config() if opened is None else opened.text
-    if not is_moe(config):
-        return
     train, engine = run.train, run.engine_name
+    if not is_moe(config):
+        for name in ("router_aux_loss", "router_z_loss"):
+            if value := getattr(train, name):
+                raise ConfigError(
+                    f"no-effect: train.{name} = {value} has no effect: {config.model_type} has no experts; "
+                    "leave it out"
+                )
+        return
     own = engine in _ENGINES and run.engine_has_own_memory
     settings = [
         (train.backend in _BACKENDS, "train.backend", train.backend, "'local' or 'fsdp2'"),

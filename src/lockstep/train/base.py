@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,9 @@ from lockstep.packing import empty_batch
 from lockstep.protocols.train import FinishSave, OffloadPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import CompileReport, KernelContract
-from lockstep.train.loss_module import MicroBatchOutput, require_finite, static_head, step_stats
+from lockstep.train.loss_module import LossModule, MicroBatchOutput, require_finite, static_head, step_stats
 from lockstep.train.optimizer import MasterOptimizer, lr_at
+from lockstep.train.routing import Routing
 from lockstep.train.state.files import Layout, TensorParts, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -281,7 +282,7 @@ class MasterBackend(Offloadable, Backend):
                 recompiled more often than train.max_recompiles.
         """
         with self._on_device("weights"):
-            update = self._updated()
+            update = self._updated() | self._routing_metrics()
         self.drop_gradients()
         self._step_is_done()
         return update
@@ -301,6 +302,17 @@ class MasterBackend(Offloadable, Backend):
         self.config = self.config.model_copy(update={**rates, "max_grad_norm": max_grad_norm})
         if self._optimizer is not None:
             self._optimizer.config = self.config
+
+    def _routing_metrics(self) -> dict[str, float]:
+        routing = self._routing()
+        return {} if routing is None else routing.metrics(self._add_up)
+
+    def _routing(self) -> Routing | None:
+        """The routing of the policy."""
+        return cast(LossModule, self._outer).routing
+
+    def _add_up(self, counts: Tensor) -> None:
+        """Add counts up over ranks, in place; here there is one."""
 
     @torch.no_grad()
     def _updated(self) -> dict[str, float]:
