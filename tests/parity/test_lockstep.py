@@ -19,9 +19,15 @@ from lockstep.execution import is_compiled
 from lockstep.invariant import modules, row_ops
 from lockstep.observe.run_history import read_lines
 
-MODELS = [("tiny-llama", "float32"), ("tiny-qwen3", "bfloat16"), ("tiny-gemma3", "float32")]
-"""Biases; norms of queries and keys; a sliding window, other norms and another activation. All weights are
-random, those of norms and biases too."""
+MODELS = [
+    ("tiny-llama", "float32"),
+    ("tiny-qwen3", "bfloat16"),
+    ("tiny-gemma3", "float32"),
+    ("tiny-qwen3-moe", "float32"),
+    ("tiny-qwen2-moe", "bfloat16"),
+]
+"""Biases; norms of queries and keys; a sliding window, other norms and another activation; experts; a shared
+one beside them. All weights are random, those of norms and biases too."""
 
 
 FSDP2 = ("--train.backend", "fsdp2")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.execution import compile_blocks, decoder_layers
+from lockstep.models.forward import hidden_states
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import share
 from lockstep.schema.batch import PackedBatch
@@ -133,3 +134,32 @@ def test_layers_are_one_graph_with_eager_bits(documents, batch_of, loss):
 @pytest.mark.exhaustive
 def test_inductor_computes_the_same(documents, batch_of, loss):
     compiled_step(batch_of(documents(3, seed=1), weight=1 / 50), loss, compiler="inductor")
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_routes_that_an_update_changes(documents, batch_of, loss, layout):
+    """As forwards before and after show; in every second step."""
+    some = documents(3, seed=1)
+    batch = batch_of([some[0][:4] + each for each in some], weight=1 / 50)
+    packed = share(batch) if layout == "shared" else batch
+    train = TrainConfig(layout=layout, lr=0.01, route_changes_every=2)
+    backend = LocalBackend(train, model=model(), total_steps=3)
+    seen: list[Tensor] = []
+
+    def routes() -> Tensor:
+        seen.clear()
+        hidden_states(backend.module, batch, layout="packed")
+        return torch.stack(seen).sort(-1).values
+
+    for layer in decoder_layers(backend.module):
+        layer.mlp.gate.register_forward_hook(lambda part, given, out: seen.append(out[2]))
+    for number in range(3):
+        before = routes()
+        backend.forward_backward([packed], loss)
+        metrics = backend.optimizer_step()
+        after = routes()
+        kept = (before[..., None] == after[..., None, :]).any(-1).double().mean()
+        if number == 1:
+            assert "experts/routes_changed" not in metrics
+        else:
+            assert metrics["experts/routes_changed"] == pytest.approx(1.0 - float(kept)) and kept < 1.0

@@ -126,6 +126,9 @@ class TrainConfig(Config):
     router_z_loss: NonNegativeFloat = 0.0
     """Models with experts: coefficient of ST-MoE's router z-loss (arXiv 2202.08906, there 0.001), the mean of
     the squared logsumexp of the router's logits."""
+    route_changes_every: NonNegativeInt = 0
+    """Models with experts: in every k-th step run the first micro-batch's forward again after the update, for
+    the metric experts/routes_changed. 0: never."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw8bit keeps its states in 8 bits and needs torchao."""
     optimizer_device: Literal["model", "cpu"] | Auto = "auto"

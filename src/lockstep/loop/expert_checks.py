@@ -25,7 +25,7 @@ def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
     config = prepared_config(run.model).get_text_config() if opened is None else opened.text
     train, engine = run.train, run.engine_name
     if not is_moe(config):
-        for name in ("router_aux_loss", "router_z_loss"):
+        for name in ("router_aux_loss", "router_z_loss", "route_changes_every"):
             if value := getattr(train, name):
                 raise ConfigError(
                     f"no-effect: train.{name} = {value} has no effect: {config.model_type} has no experts; "

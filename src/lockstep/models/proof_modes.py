@@ -120,9 +120,7 @@ def compiled_gaps(small: PretrainedConfig) -> list[Gap]:
         ModelError: runs of this model are never compiled.
     """
     if architecture_of(small) is None:
-        raise ModelError(
-            f"unsupported-model: {small.model_type} has no record, and such models train eager"
-        )
+        raise ModelError(f"unsupported-model: {small.model_type} has no record, and such models train eager")
     own, _ = corpora()
     module = random_miniature(small, attention=attention.implementation("varlen"))
     compile_blocks(module)

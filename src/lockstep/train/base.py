@@ -34,7 +34,7 @@ from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import CompileReport, KernelContract
 from lockstep.train.loss_module import LossModule, MicroBatchOutput, require_finite, static_head, step_stats
 from lockstep.train.optimizer import MasterOptimizer, lr_at
-from lockstep.train.routing import Routing
+from lockstep.train.routing import Routes, Routing
 from lockstep.train.state.files import Layout, TensorParts, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -282,7 +282,8 @@ class MasterBackend(Offloadable, Backend):
                 recompiled more often than train.max_recompiles.
         """
         with self._on_device("weights"):
-            update = self._updated() | self._routing_metrics()
+            routes = self._first_routes()
+            update = self._updated() | self._routing_metrics(routes)
         self.drop_gradients()
         self._step_is_done()
         return update
@@ -303,9 +304,27 @@ class MasterBackend(Offloadable, Backend):
         if self._optimizer is not None:
             self._optimizer.config = self.config
 
-    def _routing_metrics(self) -> dict[str, float]:
+    def _first_routes(self) -> Routes | None:
+        """The routes of the step's first micro-batch, where train.route_changes_every asks for it."""
+        every, routing = self.config.route_changes_every, self._routing()
+        return routing.first if routing and every and self.steps_done % every == 0 else None
+
+    def _routing_metrics(self, before: Routes | None) -> dict[str, float]:
         routing = self._routing()
-        return {} if routing is None else routing.metrics(self._add_up)
+        if routing is None:
+            return {}
+        found = routing.metrics(self._add_up)
+        if before is not None:
+            with torch.no_grad(), self._counting():
+                self._forward(before.batch)
+            changed = before.changed(routing.latest)
+            self._add_up(changed)
+            found["experts/routes_changed"] = float(changed[0] / changed[1])
+        return found
+
+    @abstractmethod
+    def _forward(self, batch: PackedBatch) -> None:
+        """Run the policy's forward over a micro-batch of this rank; collective where weights are sharded."""
 
     def _routing(self) -> Routing | None:
         """The routing of the policy."""

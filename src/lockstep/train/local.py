@@ -179,6 +179,10 @@ class LocalBackend(MasterBackend):
         assert tokens is not None, "a loss was given"
         return MicroBatchOutput(loss=value.detach(), tokens=scatter(tokens, rows, batch.num_slots))
 
+    def _forward(self, batch: PackedBatch) -> None:
+        rows, labels = head_rows(batch, static=self._static_head, device=self.device)
+        self._outer(batch, rows, labels, None)
+
     def _memory_advice(self, tokens: int, micro_batches: int) -> str:
         ref = self._ref is not None
         return f"; {advice(self.module, self.config, tokens=tokens, micro_batches=micro_batches, ref=ref)}"

@@ -183,7 +183,7 @@ class LossModule(nn.Module):
         labels: Tensor,
         loss: TokenLoss | None,
         part: RingPart | None = None,
-        share: float = 0.0,
+        share: float | None = None,
     ) -> Tensor:
         """The loss, a scalar; without `loss` the logprobs [R], or values of a scalar head. `self.tokens`
         keeps the [2 + K, R] of the last loss: logprobs, entropy (0 with a scalar head), terms; detached.

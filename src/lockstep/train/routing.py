@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,28 @@ from lockstep.invariant.experts import routers
 from lockstep.models.forward import DecoderInputs
 from lockstep.ops.routing import expert_counts, load_balancing_loss, load_metrics, router_z_loss
 from lockstep.schema.batch import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routes:
+    """The experts that the rows of one forward went to."""
+
+    batch: PackedBatch
+    """On its device."""
+    chosen: list[Tensor]
+    """[rows, k] int64 of each layer."""
+    times: Tensor
+    """[rows] float32: see `expert_counts`."""
+
+    def changed(self, now: Sequence[Tensor]) -> Tensor:
+        """[2] float64: routes of these rows that are not among `now`, and all of them. The order of a token's
+        experts does not count."""
+        kept = [
+            (old[:, :, None] == new[:, None, :]).any(-1).sum(-1)
+            for old, new in zip(self.chosen, now, strict=True)
+        ]
+        every = self.times.double().sum() * self.chosen[0].shape[1] * len(kept)
+        return torch.stack([every - (torch.stack(kept).sum(0) * self.times.double()).sum(), every])
 
 
 class Routing:
@@ -25,26 +48,35 @@ class Routing:
     def __init__(self, module: nn.Module, config: TrainConfig) -> None:
         self._routers = [part for _, part in routers(module)]
         self._aux, self._z = config.router_aux_loss, config.router_z_loss
+        self.first: Routes | None = None
+        """Of the first micro-batch since the last `metrics`."""
+        self.latest: list[Tensor] = []
+        """[rows, k] of each layer: the experts of the last forward."""
         self._losses: Tensor | None = None
         self._counts: Tensor | None = None
         self._tokens = 0
         for part in self._routers:
             part.watched = True
 
-    def loss(self, batch: PackedBatch, inputs: DecoderInputs, share: float) -> Tensor | None:
+    def loss(self, batch: PackedBatch, inputs: DecoderInputs, share: float | None) -> Tensor | None:
         """The losses of the forward that has just run, times their coefficients; None: both are 0.
 
         Args:
-            share: this micro-batch's tokens, as a share of the optimizer step's. 0: it is no micro-batch of
-                the step, and nothing is counted.
+            share: this micro-batch's tokens, as a share of the optimizer step's. 0: an empty one, of a rank
+                that has none left; None: it is not trained on. Neither is counted.
         """
         seen = [part.seen for part in self._routers]
         for part in self._routers:
             part.seen = None
+        logits, chosen = [each[0] for each in seen], [each[1] for each in seen]
+        self.latest = chosen
+        if share is None:
+            return None
+        times = _times(batch, inputs, logits[0])
+        if self.first is None:
+            self.first = Routes(batch=batch, chosen=chosen, times=times * bool(share))
         if not share:
             return None
-        logits, chosen = [each[0] for each in seen], [each[1] for each in seen]
-        times = _times(batch, inputs, logits[0])
         self._count(batch, chosen, times, logits[0].shape[1])
         if not self._aux and not self._z:
             return None
@@ -71,7 +103,7 @@ class Routing:
         tokens = torch.tensor([self._tokens], device=device)
         flat = torch.cat([counts.flatten(), losses.double(), tokens.double()])
         add_up(flat)
-        self._counts, self._losses, self._tokens = None, None, 0
+        self._counts, self._losses, self._tokens, self.first = None, None, 0, None
         total, (aux, z, wanted) = flat[:-3].view_as(counts), flat[-3:].tolist()
         if not wanted:
             return {}

@@ -260,6 +260,11 @@ class FSDP2Backend(MasterBackend):
             tokens=scatter(outer.tokens, rows, batch.num_slots),
         )
 
+    def _forward(self, batch: PackedBatch) -> None:
+        rows, labels, part = self._rows(batch)
+        with self._policy.resharded_after():
+            self._policy.outer(batch, rows, labels, None, part)
+
     # --- errors ---------------------------------------------------------------------------------------------
 
     def _memory_advice(self, tokens: int, micro_batches: int) -> str:
