@@ -248,7 +248,10 @@ def _kernels(place: Place, step: Callable[[], None]) -> dict[str, float]:
         step()
         place.wait()
     events = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)[:24]
-    return {f"{e.key[:100]} x {e.count}": round(e.self_device_time_total / 1e3, 3) for e in events}
+    # Templates differ at either end of their names.
+    names = [f"{e.key[:60]} ... {e.key[-90:]}" if len(e.key) > 150 else e.key for e in events]
+    pairs = zip(names, events, strict=True)
+    return {f"{name} x {e.count}": round(e.self_device_time_total / 1e3, 3) for name, e in pairs}
 
 
 # --- steps and ranks --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Triton kernels of a mixture of experts: the sum over a token's slots, and the gradients of that sum.
+"""Triton kernels of a mixture of experts: the sum over a token's slots, SwiGLU, and their gradients.
 
-See lockstep.invariant.triton_kernels, also for what keeps their rows invariant. PyTorch's own operations would
-write a float32 copy of every slot's rows, and take longer than the experts' products.
+See lockstep.invariant.triton_kernels, also for what keeps their rows invariant. PyTorch's own operations
+would write float32 copies of every slot's rows, and take longer than the experts' products.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -117,3 +117,56 @@ def combine_grad(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tu
             num_warps=4,
         )
     return drows, dweights
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """Some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + cols, mask=mask, other=0.0)
+    up = tl.load(gate_up_ptr + (row * 2 + 1) * width + cols, mask=mask, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    act = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out_ptr + row * width + cols, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[R, N] of gate and up [R, 2 N]: silu(gate) * up, silu rounded before the product."""
+    width = gate_up.shape[1] // 2
+    out = gate_up.new_empty(gate_up.shape[0], width)
+    if gate_up.shape[0] == 0:
+        return out
+    gate_up = _aligned(gate_up)
+    with _on(gate_up):
+        grid = (gate_up.shape[0], triton.cdiv(width, _BLOCK))
+        _swiglu_kernel[grid](gate_up, out, width, BLOCK=_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def _swiglu_grad_kernel(dy_ptr, gate_up_ptr, dgate_up_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    dy = tl.load(dy_ptr + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + row * 2 * width + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + (row * 2 + 1) * width + cols, mask=mask, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    kind = dgate_up_ptr.dtype.element_ty
+    tl.store(dgate_up_ptr + row * 2 * width + cols, dgate.to(kind), mask=mask)
+    tl.store(dgate_up_ptr + (row * 2 + 1) * width + cols, (dy * gate * sigmoid).to(kind), mask=mask)
+
+
+def swiglu_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """[R, 2 N]: the gradient of `swiglu`; dy [R, N]."""
+    dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    if gate_up.shape[0] == 0:
+        return dgate_up
+    dy, gate_up = _aligned(dy), _aligned(gate_up)
+    with _on(gate_up):
+        grid = (gate_up.shape[0], triton.cdiv(dy.shape[1], _BLOCK))
+        _swiglu_grad_kernel[grid](dy, gate_up, dgate_up, dy.shape[1], BLOCK=_BLOCK, num_warps=4)
+    return dgate_up

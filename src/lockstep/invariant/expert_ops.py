@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.invariant.row_ops import row_sums, tiled_product
+from lockstep.invariant.row_ops import row_sums, silu_and_mul, silu_grad, tiled_product
 
 # --- the router's softmax ---
 
@@ -300,6 +300,57 @@ def _grouped_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 grouped_linear.register_autograd(_grouped_backward, setup_context=_grouped_context)
+
+
+# --- SwiGLU ---
+
+
+@torch.library.custom_op("lockstep::swiglu", mutates_args=(), device_types="cpu")
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[R, N]: silu(gate) * up of columns gate, up [R, 2 N]; as `row_ops.silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_and_mul(gate, up)  # type: ignore[no-any-return]
+
+
+@swiglu.register_kernel("cuda")
+def _swiglu_cuda(gate_up: Tensor) -> Tensor:
+    from lockstep.invariant import expert_kernels
+
+    return expert_kernels.swiglu(gate_up)
+
+
+@swiglu.register_fake
+def _halves_fake(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+@torch.library.custom_op("lockstep::swiglu_grad", mutates_args=(), device_types="cpu")
+def swiglu_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """[R, 2 N]: the gradient of `swiglu`; dy [R, N]."""
+    return torch.cat(silu_grad(dy, *gate_up.chunk(2, dim=-1)), -1)
+
+
+@swiglu_grad.register_kernel("cuda")
+def _swiglu_grad_cuda(dy: Tensor, gate_up: Tensor) -> Tensor:
+    from lockstep.invariant import expert_kernels
+
+    return expert_kernels.swiglu_grad(dy, gate_up)
+
+
+@swiglu_grad.register_fake
+def _swiglu_grad_fake(dy: Tensor, gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
+def _halves_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _halves_backward(ctx: Any, dy: Tensor) -> Tensor:
+    return swiglu_grad(dy, *ctx.saved_tensors)  # type: ignore[no-any-return]
+
+
+swiglu.register_autograd(_halves_backward, setup_context=_halves_context)
 
 
 # --- GPT-OSS's gate ---

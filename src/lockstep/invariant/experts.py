@@ -27,10 +27,11 @@ from lockstep.invariant.expert_ops import (
     grouped_linear,
     router_softmax,
     sigmoid_product,
+    swiglu,
 )
 from lockstep.invariant.forms import FORMS, ExpertBlock, GroupedExperts, TopRouter
 from lockstep.invariant.modules import ACTIVATIONS, Invariant, swap
-from lockstep.invariant.row_ops import TILES, gelu_and_mul, linear, silu_and_mul
+from lockstep.invariant.row_ops import TILES, gelu_and_mul, linear
 
 PRODUCTS = ("gate_up_proj", "down_proj")
 """The Parameters of experts that rows are multiplied with, in order."""
@@ -123,7 +124,7 @@ class Experts:
 
     def _product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
         bias = getattr(self, f"{name}_bias", None)
-        tiles = self.tiles[name == "down_proj"]
+        tiles = self.tiles[0 if name == PRODUCTS[0] else 1]
         out: Tensor = grouped_linear(rows, getattr(self, name), bias, ends, self.inputs_first, tiles)
         return out
 
@@ -133,10 +134,12 @@ class Experts:
         if self.activation == CLAMPED:
             out: Tensor = clamped_swiglu(gate_up, own.alpha, own.limit)
             return out
+        if self.activation == "silu":
+            return swiglu(gate_up)  # type: ignore[no-any-return]
         gate, up = gate_up.chunk(2, dim=-1)
         if gate_up.is_cuda or self.activation not in ACTIVATIONS.values():
             return own.act_fn(gate) * up  # type: ignore[no-any-return]
-        return (silu_and_mul if self.activation == "silu" else gelu_and_mul)(gate, up)  # type: ignore[no-any-return]
+        return gelu_and_mul(gate, up)  # type: ignore[no-any-return]
 
 
 class InvariantExperts(Invariant, Experts):
