@@ -48,8 +48,10 @@ class Routing:
     def __init__(self, module: nn.Module, config: TrainConfig) -> None:
         self._routers = [part for _, part in routers(module)]
         self._aux, self._z = config.router_aux_loss, config.router_z_loss
+        self._compares = config.route_changes_every > 0
         self.first: Routes | None = None
-        """Of the first micro-batch since the last `metrics`."""
+        """Of the first micro-batch since the last `metrics`; this and the next only where the config has
+        route_changes_every."""
         self.latest: list[Tensor] = []
         """[rows, k] of each layer: the experts of the last forward."""
         self._losses: Tensor | None = None
@@ -69,11 +71,12 @@ class Routing:
         for part in self._routers:
             part.seen = None
         logits, chosen = [each[0] for each in seen], [each[1] for each in seen]
-        self.latest = chosen
+        if self._compares:
+            self.latest = chosen
         if share is None:
             return None
         times = _times(batch, inputs, logits[0])
-        if self.first is None:
+        if self._compares and self.first is None:
             self.first = Routes(batch=batch, chosen=chosen, times=times * bool(share))
         if not share:
             return None
