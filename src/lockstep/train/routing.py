@@ -85,7 +85,7 @@ class Routing:
             return None
         both = torch.stack([load_balancing_loss(logits, chosen, times), router_z_loss(logits, times)]) * share
         self._losses = both.detach() if self._losses is None else self._losses + both.detach()
-        return both @ both.new_tensor([self._aux, self._z])
+        return self._aux * both[0] + self._z * both[1]
 
     def _count(self, batch: PackedBatch, chosen: list[Tensor], times: Tensor, num_experts: int) -> None:
         counts = torch.stack([expert_counts(each, times, num_experts) for each in chosen]).double()
