@@ -1,7 +1,7 @@
 """Steps with rollout.max_lag = 0, 1, ...: the same prompts and seeds, on this machine.
 
     python benchmarks/partial_rollouts.py --sides 0 1 4 --out benchmarks/results/partial_rollouts.json
-    python benchmarks/partial_rollouts.py --sides 0 0x2 2 2+engine --model shape:llama-3.2-1b --tokens 4096 ...
+    python benchmarks/partial_rollouts.py --sides 0 2 2+engine --model shape:llama-3.2-1b --tokens 4096 ...
 
 A side is a lag: trainer and engine take turns on one GPU. `2+engine`: the engine has a process, and the next
 GPU, of its own, and samples while the trainer works. `0x2`: two ranks, each with an engine.

@@ -154,6 +154,19 @@ def test_gradients_of_the_ops_are_those_of_differences(inputs_first):
     assert torch.autograd.gradcheck(expert_ops.sigmoid_product, pair)
 
 
+def test_swiglu_is_torchs_own():
+    """With the gradient of its columns: gate first, then up."""
+    gate_up = normal(5, 14).requires_grad_(True)
+    gate, up = gate_up.detach().chunk(2, -1)
+    gate.requires_grad_(True), up.requires_grad_(True)
+    ours, theirs = expert_ops.swiglu(gate_up), torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    weights = normal(5, 7)
+    (ours * weights).sum().backward()
+    (theirs * weights).sum().backward()
+    torch.testing.assert_close(gate_up.grad, torch.cat((gate.grad, up.grad), -1), rtol=1e-5, atol=1e-6)
+
+
 def test_ops_agree_with_their_fakes():
     chosen = torch.tensor([[3, 0], [0, 1], [3, 1]])
     order, inverse, ends = expert_ops.by_expert(chosen, 4)
@@ -165,6 +178,7 @@ def test_ops_agree_with_their_fakes():
         (expert_ops.combine_slots, (rows, weights, order, inverse)),
         (expert_ops.grouped_linear, (rows, weight, None, ends, False, (8,))),
         (expert_ops.router_softmax, (weights,)),
+        (expert_ops.swiglu, (rows,)),
         (expert_ops.clamped_swiglu, (rows, 1.702, 7.0)),
         (expert_ops.sigmoid_product, (normal(3, 1).requires_grad_(True), x)),
     ):

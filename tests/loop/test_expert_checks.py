@@ -19,7 +19,6 @@ FSDP2 = {"train.backend": "fsdp2"}
         ({"train.backend": "deepspeed"}, "train.backend", "'deepspeed'"),
         (FSDP2 | {"train.tp": 2}, "train.tp", "2"),
         (FSDP2 | {"train.ring": 2}, "train.ring", "2"),
-        ({"train.execution": "compile"}, "train.execution", "'compile'"),
         ({"train.execution": "joint"}, "train.execution", "'joint'"),
         ({"engine.name": "vllm"}, "engine.name", "'vllm'"),
         ({"engine.name": "sglang", "engine.unseeded": True}, "engine.name", "'sglang'"),
@@ -35,9 +34,19 @@ def test_a_setting_that_no_test_covers_is_named(settings, name, value):
     check_experts(load_run("tiny", overrides=MOE | settings | {"model.name": "shape:tiny-llama"}), None)
 
 
-@pytest.mark.parametrize("settings", [{}, FSDP2, {"engine.name": "hf"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, FSDP2, {"engine.name": "hf"}, {"train.execution": "compile", "train.router_aux_loss": 0.1}],
+)
 def test_what_the_parity_tests_cover_is_let_through(settings):
     check_experts(load_run("tiny", overrides=MOE | settings), None)
+
+
+@pytest.mark.parametrize("name", ["router_aux_loss", "router_z_loss", "route_changes_every"])
+def test_a_router_loss_without_routers_is_refused(name):
+    run = load_run("tiny", overrides={"model.name": "shape:tiny-llama", f"train.{name}": 2})
+    with raises(ConfigError, f"no-effect: train.{name}, llama"):
+        check_experts(run, None)
 
 
 def test_tensor_parallel_is_refused_where_the_plan_asks():

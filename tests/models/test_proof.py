@@ -267,18 +267,17 @@ def test_a_proof_is_kept_unless_its_record_may_change(monkeypatch):
     assert prove() == 2
 
 
-@pytest.mark.parametrize("model_type", ["starcoder2", "qwen3_moe"])
-def test_what_is_never_compiled_has_no_row_of_it(model_type):
-    values = TINY["tiny-qwen3-moe" if model_type == "qwen3_moe" else "tiny-llama"]
-    with raises(ModelError, f"unsupported-model: {model_type}, train eager"):
-        SLOW_MODES["compiled"](tiny_model(AutoConfig.for_model(**values | {"model_type": model_type})))
+def test_what_is_never_compiled_has_no_row_of_it():
+    values = TINY["tiny-llama"] | {"model_type": "starcoder2"}
+    with raises(ModelError, "unsupported-model: starcoder2, train eager"):
+        SLOW_MODES["compiled"](tiny_model(AutoConfig.for_model(**values)))
 
 
 def test_an_auxiliary_loss_is_said_to_be_missing(caplog):
     check_architecture(config_of("tiny-qwen3-moe"))
     assert not caplog.text
     check_architecture(config_of("tiny-qwen3-moe", output_router_logits=True))
-    assert "auxiliary loss of the router; Lockstep has none" in caplog.text
+    assert "auxiliary loss of the router; Lockstep goes by" in caplog.text
 
 
 PACKAGE = {

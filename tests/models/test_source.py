@@ -279,3 +279,13 @@ def test_a_rank_holds_its_share_and_one_tensor(tmp_path: Path) -> None:
         assert 20 < share < 30
         assert most < share + largest + 12
     assert float(figures[0][2]) > 90  # so the figure sees a whole model; that of a folder is mapped, not read
+
+
+def test_routers_that_are_not_finite_are_named_before_any_rank_reads_its_part(tmp_path):
+    model = load("shape:tiny-qwen3-moe")
+    with torch.no_grad():
+        model.module.get_parameter("model.layers.1.mlp.gate.weight")[3, 5] = float("inf")
+    export_hf(model.module, None, tmp_path)
+    for materialize in (True, False):
+        with raises(ModelError, "not-finite: model.layers.1.mlp.gate.weight, 1 of 512"):
+            load(tmp_path, materialize=materialize)

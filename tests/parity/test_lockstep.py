@@ -19,12 +19,19 @@ from lockstep.execution import is_compiled
 from lockstep.invariant import modules, row_ops
 from lockstep.observe.run_history import read_lines
 
-MODELS = [("tiny-llama", "float32"), ("tiny-qwen3", "bfloat16"), ("tiny-gemma3", "float32")]
-"""Biases; norms of queries and keys; a sliding window, other norms and another activation. All weights are
-random, those of norms and biases too."""
+MODELS = [
+    ("tiny-llama", "float32"),
+    ("tiny-qwen3", "bfloat16"),
+    ("tiny-gemma3", "float32"),
+    ("tiny-qwen3-moe", "float32"),
+    ("tiny-qwen2-moe", "bfloat16"),
+]
+"""Biases; norms of queries and keys; a sliding window, other norms and another activation; experts; a shared
+one beside them. All weights are random, those of norms and biases too."""
 
 
 FSDP2 = ("--train.backend", "fsdp2")
+ROUTERS = ("--train.router-aux-loss", "0.01", "--train.route-changes-every", "2")
 DDP = ("--train.backend", "deepspeed", "--train.zero-stage", "0")
 
 
@@ -133,7 +140,10 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
         pytest.param("tiny-llama", "float32", "compile", FSDP2, marks=pytest.mark.exhaustive),
         pytest.param("tiny-llama", "float32", "joint", FSDP2, marks=pytest.mark.exhaustive),
         ("tiny-gemma3", "bfloat16", "eager", FSDP2),
-        ("tiny-qwen3-moe", "float32", "eager", FSDP2),
+        ("tiny-qwen3-moe", "float32", "eager", (*FSDP2, *ROUTERS)),
+        pytest.param(
+            "tiny-qwen3-moe", "float32", "compile", (*FSDP2, *ROUTERS), marks=pytest.mark.exhaustive
+        ),
         ("tiny-llama", "bfloat16", "eager", (*FSDP2, "--train.ring", "2")),
         ("tiny-qwen3", "bfloat16", "eager", (*FSDP2, "--train.tp", "2")),
         pytest.param(
@@ -147,6 +157,7 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
         "fsdp2, joint",
         "fsdp2, bfloat16",
         "fsdp2, experts",
+        "fsdp2, experts, compile",
         "ring",
         "tp",
         "tp, compile",
@@ -166,6 +177,10 @@ def test_two_ranks_without_a_gap(model, dtype, execution, flags, tmp_path):
         assert row["logprob_gap_max"] == 0.0 and row["importance_ratio_max"] == 1.0
         # all that was scored was compared; a group without a signal is left out of both
         assert row["grad_norm"] > 0 and row["contract_verified"] == row["scored_share"] > 0.5
+    if "moe" in model:  # counts and losses of both ranks
+        assert all(row["experts/dropped_tokens"] == 0.0 and row["experts/aux_loss"] >= 1.9 for row in rows)
+        assert all("experts/routes_changed" in row for row in rows[::2])
+        assert any(0.0 < row["experts/routes_changed"] < 0.5 for row in rows[::2])
 
 
 def _linear(monkeypatch, product):

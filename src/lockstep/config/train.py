@@ -119,6 +119,16 @@ class TrainConfig(Config):
     """AdamW's weight decay. Only matrices are decayed, not norms, biases or embeddings."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum L2 norm of the gradient; a larger gradient is scaled down to this norm."""
+    router_aux_loss: NonNegativeFloat = 0.0
+    """Models with experts: coefficient of the load-balancing loss of Switch Transformer (arXiv 2101.03961) as
+    transformers has it, over the tokens of a micro-batch and all layers. Micro-batches count by their tokens.
+    transformers' default is 0.001."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Models with experts: coefficient of ST-MoE's router z-loss (arXiv 2202.08906, there 0.001), the mean of
+    the squared logsumexp of the router's logits."""
+    route_changes_every: NonNegativeInt = 0
+    """Models with experts: in every k-th step run the first micro-batch's forward again after the update, for
+    the metric experts/routes_changed. 0: never."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw8bit keeps its states in 8 bits and needs torchao."""
     optimizer_device: Literal["model", "cpu"] | Auto = "auto"

@@ -310,7 +310,7 @@ def _product_case(part: experts.InvariantExperts, kind: str, make: Inputs) -> Ca
 
 def _act_case(part: Any, width: int, make: Inputs) -> Case:
     """The activation as the experts call it, on columns of one product."""
-    stock = make.device.type == "cuda" and part.activation != experts.CLAMPED
+    stock = make.device.type == "cuda" and part.activation not in (experts.CLAMPED, "silu")
     return Case(
         name=f"{part.activation} of experts {width}",
         inputs=lambda: (make.normal(make.rows(width), 2 * width, std=3.0),),

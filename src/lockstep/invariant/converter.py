@@ -135,15 +135,24 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
     plans = [
         plan + (f" ({', '.join(sorted(names))})" if len(shapes) > 1 else "") for plan, names in shapes.items()
     ]
-    gated = (parts.InvariantMLP, experts.InvariantExperts)
-    activations = sorted({p.activation for p in module.modules() if isinstance(p, gated)})
     where = "triton-row" if cuda else "cpu-row"
+    activations = {_activation_plan(p, cuda=cuda) for p in module.modules() if isinstance(p, _GATED)}
     return {
         "gemm": " + ".join(sorted([*plans, *_expert_plans(module, cuda=cuda)])),
         "norm": f"rms_norm {where}",
-        "activation": " + ".join(f"{name} {'stock' if cuda else 'cpu-row'}" for name in activations),
+        "activation": " + ".join(sorted(activations)),
         "logprob": f"token_stats {where}",
     }
+
+
+_GATED = (parts.InvariantMLP, experts.InvariantExperts)
+
+
+def _activation_plan(part: Any, *, cuda: bool) -> str:
+    if not cuda:
+        return f"{part.activation} cpu-row"
+    own = isinstance(part, experts.InvariantExperts) and part.activation == "silu"
+    return f"{part.activation} {'triton-row' if own else 'stock'}"
 
 
 def _expert_plans(module: nn.Module, *, cuda: bool) -> list[str]:

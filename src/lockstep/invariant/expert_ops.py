@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.invariant.row_ops import row_sums, tiled_product
+from lockstep.invariant.row_ops import row_sums, silu_and_mul, silu_grad, tiled_product
 
 # --- the router's softmax ---
 
@@ -92,7 +92,7 @@ def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gather_backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None, None]:
     (inverse,) = ctx.saved_tensors
-    return _slot_sums(drows, inverse, ctx.slots, None), None, None, None
+    return slot_sums(drows, inverse, ctx.slots), None, None, None
 
 
 gather_slots.register_autograd(_gather_backward, setup_context=_gather_context)
@@ -109,9 +109,24 @@ def combine_slots(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor)
     return _slot_sums(rows, inverse, weights.shape[1], weights)
 
 
+@torch.library.custom_op("lockstep::slot_sums", mutates_args=())
+def slot_sums(rows: Tensor, inverse: Tensor, slots: int) -> Tensor:
+    """[T, C]: the same without weights, the gradient of `gather_slots`."""
+    return _slot_sums(rows, inverse, slots, None)
+
+
+@slot_sums.register_fake
+def _slot_sums_fake(rows: Tensor, inverse: Tensor, slots: int) -> Tensor:
+    return rows.new_empty(inverse.shape[0] // slots, rows.shape[1])
+
+
 def _slot_sums(rows: Tensor, inverse: Tensor, slots: int, weights: Tensor | None) -> Tensor:
     """The sum over each token's slots, added in their order: a reduction may choose another one."""
     places = inverse.view(-1, slots)
+    if rows.is_cuda:
+        from lockstep.invariant import expert_kernels
+
+        return expert_kernels.slot_sums(rows, places, weights)
     total: Tensor | None = None
     for slot in range(slots):
         term = rows.index_select(0, places[:, slot]).to(torch.promote_types(rows.dtype, torch.float32))
@@ -132,13 +147,35 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    rows, weights, order, inverse = ctx.saved_tensors
-    slots = weights.shape[1]
+    return *combine_grad(dy, *ctx.saved_tensors), None, None
+
+
+@torch.library.custom_op("lockstep::combine_grad", mutates_args=(), device_types="cpu")
+def combine_grad(
+    dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `combine_slots` by its rows and weights; dy [T, C]."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    of_rows = dy.index_select(0, order // slots).to(wide)
+    of_rows = dy.index_select(0, order // weights.shape[1]).to(wide)
     drows = of_rows * weights.flatten().index_select(0, order)[:, None]
     dweights = (of_rows * rows).sum(-1).index_select(0, inverse).view_as(weights)
-    return drows.to(rows.dtype), dweights.to(weights.dtype), None, None
+    return drows.to(rows.dtype), dweights.to(weights.dtype)
+
+
+@combine_grad.register_kernel("cuda")
+def _combine_grad_cuda(
+    dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    from lockstep.invariant import expert_kernels
+
+    return expert_kernels.combine_grad(dy, rows, weights, order)
+
+
+@combine_grad.register_fake
+def _combine_grad_fake(
+    dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
 combine_slots.register_autograd(_combine_backward, setup_context=_combine_context)
@@ -263,6 +300,57 @@ def _grouped_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 grouped_linear.register_autograd(_grouped_backward, setup_context=_grouped_context)
+
+
+# --- SwiGLU ---
+
+
+@torch.library.custom_op("lockstep::swiglu", mutates_args=(), device_types="cpu")
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[R, N]: silu(gate) * up of columns gate, up [R, 2 N]; as `row_ops.silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_and_mul(gate, up)  # type: ignore[no-any-return]
+
+
+@swiglu.register_kernel("cuda")
+def _swiglu_cuda(gate_up: Tensor) -> Tensor:
+    from lockstep.invariant import expert_kernels
+
+    return expert_kernels.swiglu(gate_up)
+
+
+@swiglu.register_fake
+def _halves_fake(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+@torch.library.custom_op("lockstep::swiglu_grad", mutates_args=(), device_types="cpu")
+def swiglu_grad(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """[R, 2 N]: the gradient of `swiglu`; dy [R, N]."""
+    return torch.cat(silu_grad(dy, *gate_up.chunk(2, dim=-1)), -1)
+
+
+@swiglu_grad.register_kernel("cuda")
+def _swiglu_grad_cuda(dy: Tensor, gate_up: Tensor) -> Tensor:
+    from lockstep.invariant import expert_kernels
+
+    return expert_kernels.swiglu_grad(dy, gate_up)
+
+
+@swiglu_grad.register_fake
+def _swiglu_grad_fake(dy: Tensor, gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
+def _halves_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _halves_backward(ctx: Any, dy: Tensor) -> Tensor:
+    return swiglu_grad(dy, *ctx.saved_tensors)  # type: ignore[no-any-return]
+
+
+swiglu.register_autograd(_halves_backward, setup_context=_halves_context)
 
 
 # --- GPT-OSS's gate ---

@@ -11,7 +11,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from lockstep.invariant.expert_ops import (
     grouped_linear,
     router_softmax,
     sigmoid_product,
+    swiglu,
 )
 from lockstep.invariant.forms import FORMS, ExpertBlock, GroupedExperts, TopRouter
 from lockstep.invariant.modules import ACTIVATIONS, Invariant, swap
-from lockstep.invariant.row_ops import TILES, gelu_and_mul, linear, silu_and_mul
+from lockstep.invariant.row_ops import TILES, gelu_and_mul, linear
 
 PRODUCTS = ("gate_up_proj", "down_proj")
 """The Parameters of experts that rows are multiplied with, in order."""
@@ -47,12 +48,18 @@ class Router:
     top_k: int
     routing: TopRouter
     normalise: bool
+    watched: bool = False
+    """Whether the trainer reads `seen`."""
+    seen: tuple[Tensor, Tensor] | None = None
+    """Logits [T, E] and experts [T, k] of the last forward."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.logits(hidden_states.reshape(-1, self.hidden_dim))
         weights, experts = choose_experts(
             logits, self.top_k, softmax=self.routing.softmax, normalise=self.normalise
         )
+        if self.watched:
+            self.seen = logits, experts
         return logits, weights.to(logits.dtype) if self.routing.rounded else weights, experts
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -117,7 +124,7 @@ class Experts:
 
     def _product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
         bias = getattr(self, f"{name}_bias", None)
-        tiles = self.tiles[name == "down_proj"]
+        tiles = self.tiles[0 if name == PRODUCTS[0] else 1]
         out: Tensor = grouped_linear(rows, getattr(self, name), bias, ends, self.inputs_first, tiles)
         return out
 
@@ -127,10 +134,12 @@ class Experts:
         if self.activation == CLAMPED:
             out: Tensor = clamped_swiglu(gate_up, own.alpha, own.limit)
             return out
+        if self.activation == "silu":
+            return swiglu(gate_up)  # type: ignore[no-any-return]
         gate, up = gate_up.chunk(2, dim=-1)
         if gate_up.is_cuda or self.activation not in ACTIVATIONS.values():
             return own.act_fn(gate) * up  # type: ignore[no-any-return]
-        return (silu_and_mul if self.activation == "silu" else gelu_and_mul)(gate, up)  # type: ignore[no-any-return]
+        return gelu_and_mul(gate, up)  # type: ignore[no-any-return]
 
 
 class InvariantExperts(Invariant, Experts):
@@ -216,15 +225,21 @@ def routers(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-def check_routers(module: nn.Module) -> None:
+def check_routers(module: nn.Module, read: Callable[[str], Tensor] | None = None) -> None:
     """Refuse router weights that are not finite: every token would get experts at random.
+
+    Args:
+        read: gives a Parameter that is on the meta device, by name; None: those are not looked at.
 
     Raises:
         ModelError: names the Parameter.
     """
     for name, part in routers(module):
         for kind, value in part.named_parameters():
-            if not value.is_meta and not bool(torch.isfinite(value).all()):
+            if value.is_meta and read is None:
+                continue
+            value = read(f"{name}.{kind}") if value.is_meta and read else value
+            if not bool(torch.isfinite(value).all()):
                 bad = int((~torch.isfinite(value)).sum())
                 raise ModelError(
                     f"not-finite: {name}.{kind} has {bad} of {value.numel()} values that are NaN or "

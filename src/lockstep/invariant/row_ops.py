@@ -140,7 +140,11 @@ def _gated_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _silu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = ctx.saved_tensors
+    return silu_grad(dy, *ctx.saved_tensors)
+
+
+def silu_grad(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `silu_and_mul` by gate and up."""
     wide = gate.float()
     # Not row-invariant, unlike `_silu`: gradients do not claim to be.
     sigmoid = torch.sigmoid(wide)

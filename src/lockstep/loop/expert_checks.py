@@ -9,6 +9,7 @@ from lockstep.models.load import OpenedModel, prepared_config
 
 _BACKENDS = ("local", "fsdp2")
 _ENGINES = ("native", "hf")
+_MODES = ("auto", "eager", "compile")
 
 
 def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
@@ -22,15 +23,21 @@ def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
         ConfigError: the setting, and what to set instead.
     """
     config = prepared_config(run.model).get_text_config() if opened is None else opened.text
-    if not is_moe(config):
-        return
     train, engine = run.train, run.engine_name
+    if not is_moe(config):
+        for name in ("router_aux_loss", "router_z_loss", "route_changes_every"):
+            if value := getattr(train, name):
+                raise ConfigError(
+                    f"no-effect: train.{name} = {value} has no effect: {config.model_type} has no experts; "
+                    "leave it out"
+                )
+        return
     own = engine in _ENGINES and run.engine_has_own_memory
     settings = [
         (train.backend in _BACKENDS, "train.backend", train.backend, "'local' or 'fsdp2'"),
         (train.tp == 1, "train.tp", train.tp, "1"),
         (train.ring == 1, "train.ring", train.ring, "1"),
-        (train.execution in ("auto", "eager"), "train.execution", train.execution, "'eager'"),
+        (train.execution in _MODES, "train.execution", train.execution, "'compile' or 'eager'"),
         (engine in (None, *_ENGINES), "engine.name", engine, "'native' or 'hf'"),
         (not own, "engine.process", "separate", "'auto'"),
     ]

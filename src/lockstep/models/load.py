@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ from lockstep.observe.text import printable
 
 log = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -207,13 +209,14 @@ def load_model(
         else:
             # On the host whatever `device` is: RoPE's frequencies
             # must have the bits of from_pretrained's, made there.
-            cpu = torch.device("cpu")
             module = module_without_weights(
-                hf_config, dtype=dtype, device=cpu, attention=implementation, head=head
+                hf_config, dtype=dtype, device=_CPU, attention=implementation, head=head
             )
             source = folder_source(folder, module, config=config, device=device)
     experts.install(module)
-    experts.check_routers(module)
+    # Every rank reads all of a folder's routers, which are small; random weights are finite.
+    read = None if source is None or folder is None else functools.partial(source.read, device=_CPU)
+    experts.check_routers(module, read)
     if config.lora is not None:
         if source is None:
             lora.add_lora(module, config.lora, seed=config.seed)

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,9 @@ from lockstep.packing import empty_batch
 from lockstep.protocols.train import FinishSave, OffloadPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import CompileReport, KernelContract
-from lockstep.train.loss_module import MicroBatchOutput, require_finite, static_head, step_stats
+from lockstep.train.loss_module import LossModule, MicroBatchOutput, require_finite, static_head, step_stats
 from lockstep.train.optimizer import MasterOptimizer, lr_at
+from lockstep.train.routing import Routes, Routing
 from lockstep.train.state.files import Layout, TensorParts, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -282,7 +283,8 @@ class MasterBackend(Offloadable, Backend):
                 recompiled more often than train.max_recompiles.
         """
         with self._on_device("weights"):
-            update = self._updated()
+            routes = self._first_routes()
+            update = self._updated() | self._routing_metrics(routes)
         self.drop_gradients()
         self._step_is_done()
         return update
@@ -302,6 +304,35 @@ class MasterBackend(Offloadable, Backend):
         self.config = self.config.model_copy(update={**rates, "max_grad_norm": max_grad_norm})
         if self._optimizer is not None:
             self._optimizer.config = self.config
+
+    def _first_routes(self) -> Routes | None:
+        """The routes of the step's first micro-batch, where train.route_changes_every asks for it."""
+        every, routing = self.config.route_changes_every, self._routing()
+        return routing.first if routing and every and self.steps_done % every == 0 else None
+
+    def _routing_metrics(self, before: Routes | None) -> dict[str, float]:
+        routing = self._routing()
+        if routing is None:
+            return {}
+        found = routing.metrics(self._add_up)
+        if before is not None:
+            with torch.no_grad(), self._counting():
+                self._forward(before.batch)
+            changed = before.changed(routing.latest)
+            self._add_up(changed)
+            found["experts/routes_changed"] = float(changed[0] / changed[1])
+        return found
+
+    @abstractmethod
+    def _forward(self, batch: PackedBatch) -> None:
+        """Run the policy's forward over a micro-batch of this rank; collective where weights are sharded."""
+
+    def _routing(self) -> Routing | None:
+        """The routing of the policy."""
+        return cast(LossModule, self._outer).routing
+
+    def _add_up(self, counts: Tensor) -> None:
+        """Add counts up over ranks, in place; here there is one."""
 
     @torch.no_grad()
     def _updated(self) -> dict[str, float]:
@@ -387,18 +418,21 @@ def _check_compiles(module: nn.Module, execution: str) -> None:
     """Refuse to compile what no test covers, of a policy or a value model.
 
     Raises:
-        ModelError: the architecture has no record, or experts.
+        ModelError: the architecture has no record, or experts under another mode than compile.
     """
     if execution in ("auto", "eager"):
         return
     config = text_config(module)
-    unknown = architecture_of(config) is None
-    if unknown or is_moe(config):
-        raise ModelError(
-            f"unsupported-model: train.execution = {execution!r}: {type(module).__name__} has "
-            f"{'no record in Lockstep' if unknown else 'experts'}, and such models train eager; set "
-            "train.execution = 'eager'"
-        )
+    if architecture_of(config) is None:
+        why, fix = "no record in Lockstep, and such models train eager", "'eager'"
+    elif is_moe(config) and execution != "compile":
+        why, fix = "experts, which no test covers in this mode", "'compile' or 'eager'"
+    else:
+        return
+    raise ModelError(
+        f"unsupported-model: train.execution = {execution!r}: {type(module).__name__} has {why}; set "
+        f"train.execution = {fix}"
+    )
 
 
 def compile_module(

@@ -138,6 +138,7 @@ class LocalBackend(MasterBackend):
         # gradient.
         self._gradients.expect(sum(len(b.sample_ids) if self._by_sample else 1 for b in batches))
         outputs = []
+        tokens = sum(batch.num_tokens for batch in batches)
         # Train mode only in here: scoring and the LoRA reference use the same module, and must not drop out.
         self.module.train()
         try:
@@ -145,7 +146,7 @@ class LocalBackend(MasterBackend):
                 for index, batch in enumerate(batches):
                     with self._memory_errors_explained(index, batch, count=len(batches)):
                         flight.note_micro_batch(index, batch.lengths)
-                        outputs.append(self._backward(batch, loss))
+                        outputs.append(self._backward(batch, loss, tokens))
         finally:
             self.module.eval()
         return step_stats(outputs)
@@ -154,17 +155,18 @@ class LocalBackend(MasterBackend):
         """The same: there is one rank."""
         return self.forward_backward(batches, loss)
 
-    def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
+    def _backward(self, batch: PackedBatch, loss: TokenLoss, step_tokens: int) -> MicroBatchOutput:
         """Forward, loss and backward of one micro-batch, at once or sample by sample."""
         if not self._by_sample:
-            return self._backward_at_once(batch, loss)
-        ones = [self._backward_at_once(one, loss) for one in single_samples(batch, static=self._static)]
+            return self._backward_at_once(batch, loss, step_tokens)
+        parts = single_samples(batch, static=self._static)
+        ones = [self._backward_at_once(one, loss, step_tokens) for one in parts]
         return MicroBatchOutput(
             loss=torch.stack([one.loss for one in ones]).sum(),
             tokens=merge_samples([one.tokens for one in ones], batch),
         )
 
-    def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
+    def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss, step_tokens: int) -> MicroBatchOutput:
         batch = batch.with_rows()
         rows, labels = head_rows(batch, static=self._static_head, device=self.device)
         moved = batch.to(self.device)
@@ -172,12 +174,16 @@ class LocalBackend(MasterBackend):
             zeros = torch.zeros(2 + len(loss.terms), batch.num_slots, device=self.device)
             return MicroBatchOutput(loss=zeros.sum(), tokens=zeros)
         with self.spans("forward"):
-            value: Tensor = self._outer(moved, rows, labels, loss)
+            value: Tensor = self._outer(moved, rows, labels, loss, share=batch.num_tokens / step_tokens)
         with self.spans("backward"):
             value.backward()
         tokens = self._outer.tokens
         assert tokens is not None, "a loss was given"
         return MicroBatchOutput(loss=value.detach(), tokens=scatter(tokens, rows, batch.num_slots))
+
+    def _forward(self, batch: PackedBatch) -> None:
+        rows, labels = head_rows(batch, static=self._static_head, device=self.device)
+        self._outer(batch, rows, labels, None)
 
     def _memory_advice(self, tokens: int, micro_batches: int) -> str:
         ref = self._ref is not None

@@ -25,6 +25,7 @@ from lockstep.models.heads import SCORE, head_of, head_options, linear_values, s
 from lockstep.ops.logprobs import HeadOptions, VocabShard, linear_logprob_loss, linear_logprobs
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
+from lockstep.train.routing import routing_of
 
 Rows = Tensor | slice
 """[R] int64: slots of a pack; or all of them, as a slice."""
@@ -172,6 +173,8 @@ class LossModule(nn.Module):
         self._has_scalar_head = scalar_head(policy) is not None
         self.tokens: Tensor | None = None
         self._head_parts: tuple[nn.Linear, HeadOptions] | None = None
+        self.routing = routing_of(policy, config)
+        """Of a policy with experts."""
 
     def forward(
         self,
@@ -180,6 +183,7 @@ class LossModule(nn.Module):
         labels: Tensor,
         loss: TokenLoss | None,
         part: RingPart | None = None,
+        share: float | None = None,
     ) -> Tensor:
         """The loss, a scalar; without `loss` the logprobs [R], or values of a scalar head. `self.tokens`
         keeps the [2 + K, R] of the last loss: logprobs, entropy (0 with a scalar head), terms; detached.
@@ -188,6 +192,7 @@ class LossModule(nn.Module):
             rows: the R slots of the pack that the head sees; on a ring, of this rank's.
             part: on a ring. A separable loss is then of this rank's rows. Any other is of the whole pack,
                 the same on every rank of the ring, and its gradients are of this rank's rows.
+            share: see Routing.loss, which is added to the loss.
         """
         inputs = decoder_inputs(
             self.policy,
@@ -201,6 +206,20 @@ class LossModule(nn.Module):
         if "shared" in inputs.kwargs and batch.shared is not None and self._static_head:
             slots = "rows"  # those of `head_rows`, in their order
         hidden = run_decoder(self.policy, inputs, slots)
+        value = self._value(hidden, batch, rows, labels, loss, part)
+        balance = None if self.routing is None else self.routing.loss(batch, inputs, share)
+        return value if balance is None else value + balance
+
+    def _value(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        rows: Rows,
+        labels: Tensor,
+        loss: TokenLoss | None,
+        part: RingPart | None,
+    ) -> Tensor:
+        """`forward` of the last hidden states [R, C]."""
         if self._has_scalar_head:  # its weight is read anew each time, like the head's Parameters below
             scores = cast(nn.Linear, self.policy.get_submodule(SCORE))
             values = linear_values(hidden, scores.weight, batch.loss_mask[rows])

@@ -53,7 +53,7 @@ def check_architecture(config: Any) -> None:
     if option(config, "output_router_logits"):
         log.warning(
             "config.json has output_router_logits = true, which in transformers adds an auxiliary loss of "
-            "the router; Lockstep has none, and trains without it"
+            "the router; Lockstep goes by train.router_aux_loss alone"
         )
     if unread := foreign_options(config):
         log.warning(

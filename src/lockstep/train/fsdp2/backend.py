@@ -56,6 +56,7 @@ from lockstep.train.optimizer import (
     make_optimizer,
     trained_parameters,
 )
+from lockstep.train.routing import Routing
 from lockstep.train.state.files import MASTER, MODEL, Layout, Reader, TensorMeta
 
 _NCCL_ROOM = 2 << 30
@@ -196,6 +197,7 @@ class FSDP2Backend(MasterBackend):
     def _accumulate(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         outputs: dict[int, MicroBatchOutput] = {}
         assigned = self._assigned(batches)
+        tokens = sum(batch.num_tokens for batch in batches)
         root = self._policy.outer
         root.train()
         try:
@@ -204,7 +206,8 @@ class FSDP2Backend(MasterBackend):
                     self._policy.last_backward(position == len(assigned) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
                         flight.note_micro_batch(index, batch.lengths)
-                        one = self._backward(batch, loss)
+                        counted = 0 if index is None else batch.num_tokens
+                        one = self._backward(batch, loss, share=counted / tokens)
                     if index is not None and self._shares_results:
                         outputs[index] = one
         finally:
@@ -241,14 +244,15 @@ class FSDP2Backend(MasterBackend):
         ring = Ring(shard=shard.to(self.device), group=self.mesh.ring_group)
         return mine, labels, RingPart(ring=ring, local=local, every=every)
 
-    def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
-        """Forward, loss and backward of one micro-batch, or of this rank's part of it."""
+    def _backward(self, batch: PackedBatch, loss: TokenLoss, *, share: float) -> MicroBatchOutput:
+        """Forward, loss and backward of one micro-batch, or of this rank's part of it; share: its tokens, of
+        the step's."""
         batch = batch.with_rows()
         rows, labels, part = self._rows(batch)
         moved = batch.to(self.device)
         outer = self._policy.outer
         with self.spans("forward"):
-            value: Tensor = outer(moved, rows, labels, loss, part)
+            value: Tensor = outer(moved, rows, labels, loss, part, share)
         with self.spans("backward"):
             value.backward()
         assert outer.tokens is not None
@@ -257,6 +261,11 @@ class FSDP2Backend(MasterBackend):
             loss=value.detach() if counted else torch.zeros_like(value),
             tokens=scatter(outer.tokens, rows, batch.num_slots),
         )
+
+    def _forward(self, batch: PackedBatch) -> None:
+        rows, labels, part = self._rows(batch)
+        with self._policy.resharded_after():
+            self._policy.outer(batch, rows, labels, None, part)
 
     # --- errors ---------------------------------------------------------------------------------------------
 
@@ -313,6 +322,12 @@ class FSDP2Backend(MasterBackend):
                 break
         dist.all_reduce(square, group=self.mesh.world)
         return math.sqrt(float(square))
+
+    def _routing(self) -> Routing | None:
+        return self._policy.outer.routing
+
+    def _add_up(self, counts: Tensor) -> None:
+        dist.all_reduce(counts, group=self.mesh.world)
 
     def _not_finite(self) -> list[str]:
         """See MasterBackend: not finite on some rank."""
