@@ -292,6 +292,7 @@ def _rms_norm_kernel(  # signature: pointers, sizes and constants of a Triton ke
     width,
     eps,
     UNIT_OFFSET: tl.constexpr,
+    ROUNDED_LAST: tl.constexpr,
     OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -309,12 +310,16 @@ def _rms_norm_kernel(  # signature: pointers, sizes and constants of a Triton ke
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     if UNIT_OFFSET:
         out = (normed * (1.0 + weight.to(tl.float32))).to(x.dtype)
+    elif ROUNDED_LAST:
+        out = (normed * weight.to(tl.float32)).to(x.dtype)
     else:
         out = (normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + first + cols, out, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool, rounded_last: bool = False
+) -> Tensor:
     """x [R, C], contiguous; one program a row."""
     out = torch.empty_like(x)
     if x.shape[0] == 0:
@@ -329,9 +334,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool) -> Ten
             width,
             eps,
             UNIT_OFFSET=unit_offset,
+            ROUNDED_LAST=rounded_last,
             BLOCK=block,
             num_warps=_warps(block),
             **_overlap(x),
+        )
+    return out
+
+
+@triton.jit
+def _standardise_kernel(x_ptr, out_ptr, width, eps, OVERLAP: tl.constexpr, BLOCK: tl.constexpr):
+    """One row: see lockstep.invariant.row_ops.standardise."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = tl.program_id(0).to(tl.int64) * width
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    wide = tl.load(x_ptr + first + cols, mask=inside, other=0.0).to(tl.float32)
+    centred = tl.where(inside, wide - tl.sum(wide, 0) / width, 0.0)
+    out = centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+    tl.store(out_ptr + first + cols, out, mask=inside)
+
+
+def standardise(x: Tensor, eps: float) -> Tensor:
+    """x [R, C], contiguous -> float32; one program a row."""
+    out = torch.empty_like(x, dtype=torch.float32)
+    if x.shape[0] == 0:
+        return out
+    x, width = _aligned(x), x.shape[1]
+    block = triton.next_power_of_2(width)
+    with _on(x):
+        _standardise_kernel[(x.shape[0],)](
+            x, out, width, eps, BLOCK=block, num_warps=_warps(block), **_overlap(x)
         )
     return out
 

@@ -72,8 +72,6 @@ def _check_options(config: Any) -> None:
         if dropout := getattr(config, name, 0.0):
             why = "Lockstep's attention kernels have no dropout, and it trains without; set it to 0.0"
             raise _unsupported(f"{name} = {dropout}", why)
-    if (cap := option(config, "attn_logit_softcapping")) is not None:
-        raise _unsupported(f"attn_logit_softcapping = {cap}", "flash kernels cannot soft-cap scores")
     if option(config, "use_bidirectional_attention"):
         raise _unsupported("use_bidirectional_attention", "attention here is causal")
     if not option(config, "is_causal", True):

@@ -1,6 +1,6 @@
 """Phi 3 and 4: one linear for queries, keys and values, and one for gate and up."""
 
-from lockstep.invariant.forms import RMSNorm, Rotary
+from lockstep.invariant.forms import FusedMLP, RMSNorm, Rotary
 from lockstep.models.architectures.record import SIZES, Architecture
 
 ARCHITECTURE = Architecture(
@@ -15,7 +15,7 @@ ARCHITECTURE = Architecture(
     },
     forms={
         "Phi3RMSNorm": RMSNorm(),
+        "Phi3MLP": FusedMLP(),
         "Phi3RotaryEmbedding": Rotary(),
     },
-    batch_invariant=False,
 )
