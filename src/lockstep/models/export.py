@@ -339,7 +339,8 @@ def model_facts(config: ModelConfig) -> ModelFacts:
 
 def exported_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) -> ExportedModel:
     """Return a model's folder: its own if an engine can load it unchanged, else `work_dir`/model: written for
-    random weights (`shape:`) and models of which only some layers are kept, or without an adapter's files.
+    random weights (`shape:`), quantised ones and models of which only some layers are kept, or without an
+    adapter's files.
 
     Raises:
         ModelError: see lockstep.models.load.load_model.
@@ -349,7 +350,12 @@ def exported_folder(config: ModelConfig, *, device: torch.device, work_dir: Path
             load_model(config, attention="sdpa", device=torch.device("cpu")), work_dir=work_dir
         )
     folder = model_folder(config)
-    text = read_config(folder, config).get_text_config()
+    whole = read_config(folder, config)
+    if getattr(whole, "quantization_config", None) is not None:  # it is trained dequantised
+        return export_model(
+            load_model(config, attention="sdpa", device=torch.device("cpu")), work_dir=work_dir
+        )
+    text = whole.get_text_config()
     tokenizer = load_tokenizer(config)
     file = folder / "generation_config.json"
     generation = read_json(file, ModelError) if file.is_file() else {}

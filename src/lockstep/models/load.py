@@ -38,10 +38,12 @@ from lockstep.models.folder import (
     without_adapter,
 )
 from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, with_one_label
+from lockstep.models.published import forget_quantisation, quant_method
 from lockstep.models.source import (
     WeightSource,
     bundled_config,
     bundled_folder,
+    fill_from,
     folder_source,
     kept_buffers,
     module_without_weights,
@@ -199,7 +201,11 @@ def load_model(
         _check_generation(folder)
         if head == "scalar":
             check_score(folder, name=config.name)
-        if materialize:
+        quantised = quant_method(read_config(folder, config))
+        if quantised:
+            to = str(dtype).removeprefix("torch.")
+            log.warning("the weights in %s are %s; they become %s, here and in exports", folder, quantised, to)
+        if materialize and not quantised:
             module = _read_module(folder, hf_config, config, dtype=dtype, attention=implementation, head=head)
             module = module.to(device).eval()
             if head == "scalar" and SCORE_WEIGHT not in tensor_files(folder):
@@ -212,6 +218,8 @@ def load_model(
                 hf_config, dtype=dtype, device=cpu, attention=implementation, head=head
             )
             source = folder_source(folder, module, config=config, device=device)
+            if materialize:
+                module, source = fill_from(module, source, device=device), None
     experts.install(module)
     experts.check_routers(module)
     if config.lora is not None:
@@ -436,11 +444,7 @@ def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
 
 def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) -> PretrainedConfig:
     check_architecture(hf_config)
-    if getattr(hf_config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"unsupported-model: model.name = {config.name!r} has quantised weights, which cannot be "
-            "trained; use the original, unquantised model"
-        )
+    forget_quantisation(hf_config, name=config.name)
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
     return with_one_label(hf_config) if head == "scalar" else hf_config

@@ -23,5 +23,6 @@ ARCHITECTURE = Architecture(
         "GptOssTopKRouter": TopRouter(softmax="chosen", normalise=False),
         "GptOssExperts": GroupedExperts(),
     },
+    dequantised=frozenset({"mxfp4"}),
     shrink=shrink_experts,
 )

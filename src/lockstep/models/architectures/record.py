@@ -120,6 +120,8 @@ class Architecture:
     """config -> what logits are multiplied by. A soft cap is the key final_logit_softcapping."""
     embedding_scale: Callable[[Any], float] = _one
     """config -> what the decoder multiplies embeddings by, outside of its embedding module."""
+    dequantised: frozenset[str] = frozenset()
+    """The `quant_method` of published folders whose weights are dequantised when they are loaded."""
     shrink: Callable[[Any], None] = _nothing
     """Makes sizes that are this family's own small, in place, in the config of a proof's miniature."""
     native: bool = True
