@@ -70,7 +70,6 @@ def test_a_wrapped_head_is_refused():
     [
         (Gemma3Config(), "unsupported-model: gemma3"),
         (LlamaConfig(attention_dropout=0.1), "unsupported-model: attention_dropout"),
-        (Gemma3TextConfig(attn_logit_softcapping=50.0), "unsupported-model: attn_logit_softcapping"),
         (LlamaConfig(is_causal=False), "unsupported-model: is_causal"),
         (LlamaConfig(rope_parameters=LONGROPE), "unsupported-model: rope_type, longrope"),
         (

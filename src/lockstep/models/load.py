@@ -23,6 +23,7 @@ from lockstep.models.architectures import (
     ARCHITECTURES,
     causal_lm,
     check_architecture,
+    check_kernel,
     silence_transformers,
     text_config,
 )
@@ -180,7 +181,8 @@ def load_model(
     Raises:
         ModelError: the model cannot be found or read, has weights missing, is not supported, or fails the
             proof of lockstep.models.admission.
-        ConfigError: model.lora is set and peft is missing, or its target_modules do not fit the model.
+        ConfigError: the kernel lacks what the model needs; model.lora is set and peft is missing, or its
+            target_modules do not fit the model.
     """
     from lockstep.models.admission import admit  # lazy: `lockstep plan` and `doctor` need no kernels
 
@@ -190,6 +192,7 @@ def load_model(
     opened = opened or open_model(config, head)
     head = opened.head
     folder, tokenizer, hf_config = opened.folder, opened.tokenizer, copy.deepcopy(opened.config)
+    check_kernel(hf_config, attention)
     if folder is None:
         make = shapes.random_model if materialize else random_source
         model = make(

@@ -14,7 +14,14 @@ from torch import nn
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig, token_slots
-from lockstep.models.architectures import architecture_of, is_moe, kv_heads, option, text_config
+from lockstep.models.architectures import (
+    architecture_of,
+    caps_scores,
+    is_moe,
+    kv_heads,
+    option,
+    text_config,
+)
 from lockstep.ops.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
@@ -78,6 +85,7 @@ def module_shape(module: nn.Module) -> ModelShape:
         experts=sum(p.numel() for n, p in module.named_parameters() if ".experts." in n)
         // config.num_hidden_layers,
         native=record is not None and record.native,
+        capped=caps_scores(config),
         compiles=record is not None and not is_moe(config),
     )
 
@@ -236,6 +244,8 @@ class ModelShape:
     """Parameters of one layer's experts, on average."""
     native: bool = True
     """Whether engine native can call the layers."""
+    capped: bool = False
+    """Whether attention scores have soft caps."""
     compiles: bool = True
     """Whether tests cover compiled execution of the architecture."""
 

@@ -1,7 +1,9 @@
 """The architectures that train packed: a record for each, and why others do not train."""
 
 from lockstep.models.architectures.checks import (
+    caps_scores,
     check_architecture,
+    check_kernel,
     check_rope,
     foreign_options,
     is_moe,
@@ -33,8 +35,10 @@ __all__ = [
     "Replicated",
     "Split",
     "architecture_of",
+    "caps_scores",
     "causal_lm",
     "check_architecture",
+    "check_kernel",
     "check_rope",
     "checkpoint_activations",
     "foreign_options",

@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ModelError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.models.architectures.record import SIZES
 from lockstep.models.architectures.registry import ARCHITECTURES
 
@@ -162,6 +162,26 @@ def _read_of_config(node: ast.AST) -> str | None:
 def option(config: Any, name: str, default: Any = None) -> Any:
     """A value of config.json, if the modelling code of its architecture reads it; else `default`."""
     return getattr(config, name, default) if name in reads_of(config) | _SHARED else default
+
+
+def caps_scores(config: Any) -> bool:
+    """Return whether a config has soft caps of attention scores."""
+    return option(config.get_text_config(), "attn_logit_softcapping") is not None
+
+
+def check_kernel(config: Any, kernel: str) -> None:
+    """Refuse an attention kernel that would compute another model.
+
+    Raises:
+        ConfigError: says which to choose.
+    """
+    if kernel == "varlen" and caps_scores(config):
+        raise ConfigError(
+            "unsupported-combination: train.attention = 'varlen': torch's flash attention has no soft caps, "
+            f"but this {config.model_type} model has attn_logit_softcapping = "
+            f"{config.get_text_config().attn_logit_softcapping}; set train.attention = 'sdpa', or 'flex' on "
+            "a GPU, and train.batch_invariant = false"
+        )
 
 
 def kv_heads(config: Any) -> int:
