@@ -25,9 +25,9 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.native.engine import NativeEngine
 from lockstep.engine.spec import admit_decoding
-from lockstep.models.architectures import causal_lm
+from lockstep.models.architectures import architecture_of, causal_lm, text_config
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.lora import add_lora
+from lockstep.models.lora import add_lora, targets_of
 from lockstep.packing import pack
 from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, RolloutSample, TrainSample, policy_samples
@@ -43,8 +43,6 @@ ALPHA = 32.0
 MOST_RANK = 512
 MAX_BATCH = 64
 """Samples that are decoded together."""
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _HEAD_A, _HEAD_B = "parametrizations.weight.0.lora_A", "parametrizations.weight.0.lora_B"
 
 
@@ -58,11 +56,13 @@ class AdapterSpec:
     mlp: bool = True
     unembed: bool = True
 
-    @property
-    def config(self) -> LoraConfig:
-        """Those of the decoder."""
-        targets = (_ATTENTION if self.attention else ()) + (_MLP if self.mlp else ())
-        return LoraConfig(rank=self.rank, alpha=ALPHA, target_modules=targets)
+    def config(self, module: nn.Module) -> LoraConfig:
+        """Those of a module's decoder."""
+        record = architecture_of(text_config(module))
+        of_attention = () if record is None else record.attention_linears
+        both = targets_of(module, LoraConfig())
+        targets = [name for name in both if (self.attention if name in of_attention else self.mlp)]
+        return LoraConfig(rank=self.rank, alpha=ALPHA, target_modules=tuple(targets))
 
     @property
     def shape(self) -> AdapterSpec:
@@ -148,7 +148,7 @@ class BaseModel:
         memo = {} if own else {id(p): p for p in self.loaded.module.parameters()}
         module = copy.deepcopy(self.loaded.module, memo)
         if spec is not None:
-            add_lora(module, spec.config, seed=spec.seed)
+            add_lora(module, spec.config(module), seed=spec.seed)
         invariant.convert(module)
         if spec is not None and spec.unembed:
             head: Any = causal_lm(module).get_output_embeddings()

@@ -8,4 +8,5 @@ ARCHITECTURE = Architecture(
     title="GLM 4, dense (2024)",
     reads=SIZES | {"attention_bias", "hidden_act"},
     forms={"GlmRMSNorm": RMSNorm(), "GlmMLP": FusedMLP(), "GlmRotaryEmbedding": Rotary()},
+    mlp_linears=("gate_up_proj", "down_proj"),
 )

@@ -16,4 +16,5 @@ ARCHITECTURE = Architecture(
         "Glm4MLP": FusedMLP(),
         "Glm4RotaryEmbedding": Rotary(),
     },
+    mlp_linears=("gate_up_proj", "down_proj"),
 )

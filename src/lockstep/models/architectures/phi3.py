@@ -18,4 +18,6 @@ ARCHITECTURE = Architecture(
         "Phi3MLP": FusedMLP(),
         "Phi3RotaryEmbedding": Rotary(),
     },
+    attention_linears=("qkv_proj", "o_proj"),
+    mlp_linears=("gate_up_proj", "down_proj"),
 )
