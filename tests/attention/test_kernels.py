@@ -83,7 +83,9 @@ def test_rows_of_no_document_do_not_reach_the_gradient_of_sinks():
     torch.use_deterministic_algorithms(False)
     assert out[13:].isnan().all()
     (grad,) = torch.autograd.grad(out[:13].sum(), sinks)
-    (expected,) = torch.autograd.grad(slow(q, k, v, window=None, scale=8**-0.5, sinks=sinks)[:13].sum(), sinks)
+    (expected,) = torch.autograd.grad(
+        slow(q, k, v, window=None, scale=8**-0.5, sinks=sinks)[:13].sum(), sinks
+    )
     torch.testing.assert_close(grad, expected)
 
 

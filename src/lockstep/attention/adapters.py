@@ -132,7 +132,9 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
             )
         # transformers passes these to every implementation, so a kernel that ignored one would compute
         # another model without a word.
-        more: dict[str, Any] = {name: value for name, value in (("softcap", softcap), ("sinks", s_aux)) if value is not None}
+        more: dict[str, Any] = {
+            name: value for name, value in (("softcap", softcap), ("sinks", s_aux)) if value is not None
+        }
         lacking = more.keys() if ring is not None else more.keys() - takes
         if dropout or lacking:
             name = "ring" if ring is not None else kernel

@@ -35,8 +35,9 @@ _CONTAINERS = ("Model", "ForCausalLM", "DecoderLayer", "Attention", "ModuleList"
 """Ends of class names of modules that hold others, or whose own forward is elementwise."""
 _EXACT = ("Embedding", "ScaledWordEmbedding", "Identity")
 """Ends of class names of modules that move numbers, or multiply each by a constant."""
-_ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
-"""Rotary embeddings whose frequencies do not depend on the length of what they are called with."""
+_ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic")
+"""Rotary embeddings whose frequencies do not depend on the length of what they are called with, the last two
+for documents within the model's positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,9 +51,7 @@ def from_rows(rows: Tensor, like: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 @torch.library.custom_op("lockstep::rms_norm", mutates_args=(), device_types="cpu")
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, unit_offset: bool, rounded_last: bool = False
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, rounded_last: bool = False) -> Tensor:
     """transformers' RMSNorm over the last dimension, computed in float32.
 
     weight * normed.to(x.dtype), or (normed * weight).to(x.dtype) with `rounded_last`, or Gemma's

@@ -21,7 +21,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from lockstep.common_errors import other_tensors
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
-from lockstep.models.architectures import causal_lm, check_rope, hf_config, silence_transformers
+from lockstep.models.architectures import (
+    causal_lm,
+    check_rope,
+    hf_config,
+    max_positions,
+    silence_transformers,
+)
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import ADAPTER, ADAPTER_PREFIX, copy_without_adapter
 from lockstep.models.load import (
@@ -333,7 +339,7 @@ def model_facts(config: ModelConfig) -> ModelFacts:
     return ModelFacts(
         tokenizer=load_tokenizer(config),
         vocab_size=int(text.vocab_size),
-        max_positions=int(text.max_position_embeddings),
+        max_positions=max_positions(text),
     )
 
 

@@ -24,6 +24,7 @@ from lockstep.models.architectures import (
     causal_lm,
     check_architecture,
     check_kernel,
+    max_positions,
     silence_transformers,
     text_config,
 )
@@ -135,7 +136,7 @@ class OpenedModel:
     @property
     def max_positions(self) -> int:
         """See LoadedModel."""
-        return int(self.text.max_position_embeddings)
+        return max_positions(self.text)
 
 
 def open_model(config: ModelConfig, head: HeadKind = "logits") -> OpenedModel:
@@ -207,7 +208,9 @@ def load_model(
         quantised = quant_method(read_config(folder, config))
         if quantised:
             to = str(dtype).removeprefix("torch.")
-            log.warning("the weights in %s are %s; they become %s, here and in exports", folder, quantised, to)
+            log.warning(
+                "the weights in %s are %s; they become %s, here and in exports", folder, quantised, to
+            )
         if materialize and not quantised:
             module = _read_module(folder, hf_config, config, dtype=dtype, attention=implementation, head=head)
             module = module.to(device).eval()
@@ -597,5 +600,5 @@ def check_positions(
         subject = subject or f"{setting} allows documents of {longest} tokens"
         raise ConfigError(
             f"too-long: {subject}, which exceeds the {model.max_positions} positions of {model.name} "
-            f"(max_position_embeddings); lower {setting} to {model.max_positions}"
+            f"(max_position_embeddings or rope_parameters); lower {setting} to {model.max_positions}"
         )

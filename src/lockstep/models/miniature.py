@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from lockstep.invariant import experts
 from lockstep.models import shapes
 from lockstep.models.architectures import architecture_of, option, rope_parameters
+from lockstep.models.architectures.checks import BOUNDED
 from lockstep.models.heads import HeadKind
 
 LENGTHS = (3, 9, 20, 40)
@@ -25,6 +26,8 @@ WINDOW = 6
 POSITIONS = 16
 """The shortest length that the config names, such as a rotary embedding's original one; others in
 proportion."""
+BOUND = 64
+"""The same, where no document may be longer: see `lockstep.models.architectures.max_positions`."""
 VOCABULARY = 64
 _HEAD_GROUP = 8
 
@@ -77,11 +80,17 @@ def _shrink_lengths(small: Any) -> None:
     """Scale all lengths by one factor, so that their ratios stay the same."""
     ropes = rope_parameters(small)
     originals = [rope[_ORIGINAL] for rope in ropes if rope.get(_ORIGINAL)]
-    scale = POSITIONS / min(originals, default=small.max_position_embeddings)
+    bounded = any(rope.get("rope_type") in BOUNDED for rope in ropes)
+    scale = (BOUND if bounded else POSITIONS) / min(originals, default=small.max_position_embeddings)
     for rope in ropes:
         if rope.get(_ORIGINAL):
             rope[_ORIGINAL] = max(1, round(rope[_ORIGINAL] * scale))
-    small.max_position_embeddings = max(1, round(small.max_position_embeddings * scale))
+    for key in (
+        "max_position_embeddings",
+        _ORIGINAL,
+    ):  # the second is Phi 3's, which writes it over the rope's
+        if getattr(small, key, None):
+            setattr(small, key, max(1, round(getattr(small, key) * scale)))
 
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -9,6 +9,7 @@ from lockstep.models.architectures.checks import (
     is_moe,
     kv_heads,
     layer_windows,
+    max_positions,
     option,
     rope_parameters,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "is_moe",
     "kv_heads",
     "layer_windows",
+    "max_positions",
     "option",
     "register",
     "rope_parameters",

@@ -21,18 +21,9 @@ _SHARED = frozenset({"is_causal"})
 
 ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 """Rotary embeddings whose frequencies are the same for every document."""
-_LENGTH_DEPENDENT = {
-    "longrope": (
-        "its frequencies change for the whole batch once a document is longer than "
-        "original_max_position_embeddings, so a document's numbers depend on its neighbours; choose a "
-        "model with a different rotary embedding"
-    ),
-    "dynamic": (
-        "its frequencies depend on the longest document of a batch, so a document's numbers depend on its "
-        "neighbours; for documents within max_position_embeddings it equals 'default', so set that in the "
-        "config.json of a copy of the folder"
-    ),
-}
+BOUNDED = frozenset({"longrope", "dynamic"})
+"""Those whose frequencies change for the whole batch once a document of it is longer than a length, up to
+which they are the same for every document: `max_positions`."""
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -100,18 +91,45 @@ def _unsupported(what: str, why: str) -> ModelError:
     return ModelError(f"unsupported-model: {what} in the model's config.json: {why}")
 
 
-def check_rope(config: Any) -> None:
+def check_rope(config: Any, *, bounded: bool = True) -> None:
     """Refuse rotary embeddings with which a token's numbers depend on the length of other documents.
+
+    Args:
+        bounded: whether documents are kept within `max_positions`.
 
     Raises:
         ModelError: names the variant.
     """
+    known = ROPES | BOUNDED if bounded else ROPES
     for rope in rope_parameters(config):
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind in ROPES:
+        if (kind := _rope_type(rope)) in known:
             continue
-        reason = _LENGTH_DEPENDENT.get(kind, "no test covers it")
-        raise _unsupported(f"rope_type = {kind!r}", f"{reason}. Supported: {', '.join(sorted(ROPES))}")
+        reason = "no test covers it"
+        if kind in BOUNDED:
+            reason = (
+                "its frequencies change for the whole batch with its longest document, so a document's "
+                "numbers depend on its neighbours; choose a model with a different rotary embedding"
+            )
+        raise _unsupported(f"rope_type = {kind!r}", f"{reason}. Supported: {', '.join(sorted(known))}")
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def max_positions(config: Any) -> int:
+    """Return the longest document, in tokens, that the position encoding was made for, and whose frequencies
+    do not depend on its neighbours."""
+    text = config.get_text_config()
+    bounds = [
+        rope.get(_ORIGINAL) or getattr(text, _ORIGINAL, None)
+        for rope in rope_parameters(config)
+        if _rope_type(rope) in BOUNDED
+    ]
+    return int(min([text.max_position_embeddings, *(bound for bound in bounds if bound)]))
+
+
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
