@@ -17,8 +17,8 @@
     sinks        [N]: a score of each head that counts in its softmax and has no value (GPT-OSS); None: none
     softcap      scores become softcap * tanh(scores / softcap) (Gemma 2); None: they stay
 
-A model that needs one of the last two is refused by a kernel that lacks it. Causal within a document, blind across documents; N is a multiple of K. Rows that no document covers are
-undefined.
+Causal within a document, blind across documents; N is a multiple of K. Rows that no document covers are
+undefined. A kernel without one of the last two refuses models that need it.
 """
 
 from lockstep.attention.adapters import (

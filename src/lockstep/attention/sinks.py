@@ -5,8 +5,8 @@ With the ordinary kernel's out O and log-sum-exp lse, and the sink's score s,
     O' = O sigmoid(lse - s),   lse' = log(exp(lse) + exp(s)),   ds = -sum over rows exp(s - lse') (dO . O')
 
 and dq, dk and dv are what the ordinary backward makes of dO, O' and lse': its probabilities are
-exp(scores - lse'), and its rowsum(dO . O') is the whole gradient's. Not through the kernel's own autograd, which
-drops the gradient of lse.
+exp(scores - lse'), and its rowsum(dO . O') is the whole gradient's. Not through the kernel's own autograd,
+which drops the gradient of lse.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Names of weights in published folders, where transformers computes with others: the experts of a layer are
-two three-dimensional Parameters, and in files a matrix or two for each expert; or blocks of four-bit numbers."""
+two three-dimensional Parameters, and in files a matrix or two for each expert, or blocks of four-bit
+numbers."""
 
 from __future__ import annotations
 

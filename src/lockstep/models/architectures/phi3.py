@@ -5,7 +5,7 @@ from lockstep.models.architectures.record import SIZES, Architecture
 
 ARCHITECTURE = Architecture(
     model_type="phi3",
-    title="Phi 3 and 4, without long rope",
+    title="Phi 3 and 4; with long rope up to its original length",
     reads=SIZES
     | {
         "hidden_act",
