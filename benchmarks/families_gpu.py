@@ -27,10 +27,8 @@ from lockstep.attention.cached import store_and_attend
 
 LENGTHS = (130, 1, 64, 65, 1000, 17)
 STEPS = 3
-MODELS = tuple(
-    f"tiny-{name}"
-    for name in ("gpt-oss", "phi3", "glm", "glm4", "seed-oss", "olmo2", "olmo3", "helium", "cohere", "cohere2")
-)
+FAMILIES = "gpt-oss phi3 glm glm4 seed-oss olmo2 olmo3 helium cohere cohere2"
+MODELS = tuple(f"tiny-{name}" for name in FAMILIES.split())
 
 
 def main() -> None:
@@ -94,8 +92,8 @@ def errors(kernel: str, more: str, window: int | None, device: torch.device) -> 
 
 
 def decoded(window: int | None, device: torch.device) -> dict[str, int]:
-    """Elements that differ between a packed forward and tokens that are decoded one by one, all documents in a
-    batch, after a prefill of all but their last 16."""
+    """Elements that differ between a packed forward and tokens decoded one by one, all documents in a batch,
+    after a prefill of all but their last 16."""
     q, k, v, sinks = inputs(device)
     where = {"cu_seqlens": ends(device), "max_seqlen": max(LENGTHS), "lengths": None, "scale": None}
     pack = attention.KERNELS["varlen"](q, k, v, **where, window=window, sinks=sinks)

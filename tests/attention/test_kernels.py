@@ -19,8 +19,9 @@ def inputs(heads=4, kv_heads=2, dtype=torch.float64):
     ]
 
 
-def slow(q, k, v, *, window, scale, sinks=None, softcap=None):
+def slow(q, k, v, *, window, scale, **more):
     """One query, one head at a time, straight from the definition."""
+    sinks, softcap = more.get("sinks"), more.get("softcap")
     rows = []
     for end, length in zip((5, 6, 13, 16), LENGTHS, strict=True):
         for t in range(end - length, end):

@@ -4,17 +4,25 @@ from raising import raises
 from torch import nn
 from transformers import (
     AutoConfig,
+    Gemma2Config,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     Qwen2Config,
 )
 
-from lockstep.errors import ModelError
-from lockstep.models.architectures import ARCHITECTURES, check_architecture, layer_windows, max_positions
+from lockstep.errors import ConfigError, ModelError
+from lockstep.models.architectures import (
+    ARCHITECTURES,
+    check_architecture,
+    check_kernel,
+    layer_windows,
+    max_positions,
+)
 from lockstep.models.architectures.checks import modelling_reads
 from lockstep.models.forward import head_of
 
@@ -80,6 +88,21 @@ def test_a_wrapped_head_is_refused():
 def test_refused_by_name_with_a_reason(config, message):
     with raises(ModelError, message):
         check_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "message"),
+    [
+        (Gemma2Config(), "varlen", "unsupported-combination: train.attention, attn_logit_softcapping = 50.0"),
+        (Gemma2Config(), "hf:sdpa", "unsupported-combination: train.attention, does not compute it so"),
+        (GptOssConfig(), "hf:sdpa", "unsupported-combination: train.attention, does not compute it so"),
+    ],
+)
+def test_a_kernel_that_computes_another_model_is_refused(config, kernel, message):
+    with raises(ConfigError, message):
+        check_kernel(config, kernel)
+    for other in ("sdpa", "flex", "hf:eager"):
+        check_kernel(config, other)
 
 
 def test_documents_are_kept_within_what_does_not_depend_on_neighbours():

@@ -98,7 +98,7 @@ def build_mask(
 
 def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
     attend = KERNELS.get(kernel) or load_object(kernel, what=f"attention kernel {kernel!r}")
-    takes = inspect.signature(attend).parameters.keys()
+    takes = frozenset(inspect.signature(attend).parameters)
 
     def forward(  # signature: transformers' AttentionInterface
         module: nn.Module,
@@ -135,12 +135,12 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         more: dict[str, Any] = {
             name: value for name, value in (("softcap", softcap), ("sinks", s_aux)) if value is not None
         }
-        lacking = more.keys() if ring is not None else more.keys() - takes
+        lacking = [name for name in more if ring is not None or name not in takes]
         if dropout or lacking:
             name = "ring" if ring is not None else kernel
             raise ModelError(
                 f"unsupported-combination: attention kernel {name!r} has no "
-                f"{' or '.join(sorted(lacking)) or 'dropout'}, which this model needs; set train.attention = "
+                f"{' or '.join(lacking) or 'dropout'}, which this model needs; set train.attention = "
                 "'sdpa', or 'flex' on a GPU"
             )
         if ring is not None:

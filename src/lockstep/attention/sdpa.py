@@ -46,7 +46,7 @@ class DenseOptions(TypedDict):
     softcap: float | None
 
 
-def dense(
+def dense(  # signature: options of every kernel
     q: Tensor,
     k: Tensor,
     v: Tensor,

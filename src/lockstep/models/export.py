@@ -40,7 +40,7 @@ from lockstep.models.load import (
     skeleton,
 )
 from lockstep.models.lora import merged_state_dict
-from lockstep.models.published import as_published
+from lockstep.models.published import as_published, quant_method
 from lockstep.models.shapes import PREFIX, shape_config
 from lockstep.models.source import aliases
 from lockstep.observe.files import naming, read_json, write_atomic
@@ -357,7 +357,7 @@ def exported_folder(config: ModelConfig, *, device: torch.device, work_dir: Path
         )
     folder = model_folder(config)
     whole = read_config(folder, config)
-    if getattr(whole, "quantization_config", None) is not None:  # it is trained dequantised
+    if quant_method(whole):  # it is trained dequantised
         return export_model(
             load_model(config, attention="sdpa", device=torch.device("cpu")), work_dir=work_dir
         )

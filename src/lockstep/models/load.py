@@ -127,6 +127,8 @@ class OpenedModel:
     """See LoadedModel."""
     config: PretrainedConfig
     """Checked, as the module is built from it."""
+    quantised: str
+    """How the folder's weights are; see lockstep.models.published.quant_method."""
 
     @property
     def text(self) -> PretrainedConfig:
@@ -156,6 +158,7 @@ def open_model(config: ModelConfig, head: HeadKind = "logits") -> OpenedModel:
         head=head,
         folder=folder,
         tokenizer=tokenizer,
+        quantised=quant_method(hf_config),
         config=_prepared(hf_config, config, head),
     )
 
@@ -182,8 +185,7 @@ def load_model(
     Raises:
         ModelError: the model cannot be found or read, has weights missing, is not supported, or fails the
             proof of lockstep.models.admission.
-        ConfigError: the kernel lacks what the model needs; model.lora is set and peft is missing, or its
-            target_modules do not fit the model.
+        ConfigError: the kernel lacks what the model needs, peft is missing, or target_modules do not fit.
     """
     from lockstep.models.admission import admit  # lazy: `lockstep plan` and `doctor` need no kernels
 
@@ -205,13 +207,7 @@ def load_model(
         _check_generation(folder)
         if head == "scalar":
             check_score(folder, name=config.name)
-        quantised = quant_method(read_config(folder, config))
-        if quantised:
-            to = str(dtype).removeprefix("torch.")
-            log.warning(
-                "the weights in %s are %s; they become %s, here and in exports", folder, quantised, to
-            )
-        if materialize and not quantised:
+        if materialize and not opened.quantised:
             module = _read_module(folder, hf_config, config, dtype=dtype, attention=implementation, head=head)
             module = module.to(device).eval()
             if head == "scalar" and SCORE_WEIGHT not in tensor_files(folder):

@@ -80,7 +80,8 @@ def _shrink_lengths(small: Any) -> None:
     """Scale all lengths by one factor, so that their ratios stay the same."""
     ropes = rope_parameters(small)
     originals = [rope[_ORIGINAL] for rope in ropes if rope.get(_ORIGINAL)]
-    bounded = any(rope.get("rope_type") in BOUNDED for rope in ropes)
+    # Learned positions are a table of that length.
+    bounded = not ropes or any(rope.get("rope_type") in BOUNDED for rope in ropes)
     scale = (BOUND if bounded else POSITIONS) / min(originals, default=small.max_position_embeddings)
     for rope in ropes:
         if rope.get(_ORIGINAL):
@@ -121,8 +122,13 @@ def _shrink_heads(small: Any) -> None:
         small.num_attention_heads = min(heads, 2)
         small.hidden_size = small.num_attention_heads * head_dim
         return
-    small.head_dim = head_dim
     small.num_key_value_heads = min(kv_heads, 2)
+    if getattr(small, "head_dim", None) is None and architecture_of(small) is None:
+        # Nothing says whether the model would read one: it may follow from the hidden size.
+        small.num_attention_heads = small.num_key_value_heads * min(heads // kv_heads, 2)
+        small.hidden_size = small.num_attention_heads * head_dim
+        return
+    small.head_dim = head_dim
     small.num_attention_heads = small.num_key_value_heads * min(heads // kv_heads, _HEAD_GROUP)
     # A multiple of the number of heads, as transformers asks.
     small.hidden_size = small.num_attention_heads * -(-64 // small.num_attention_heads)

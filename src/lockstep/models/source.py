@@ -206,7 +206,10 @@ class FolderSource:
         with self._errors():
             files = tensor_files(folder)
             self._place = _names_in_files(module, files)
-        self._place |= _mxfp4_in_files(module, files)
+        if stored := _mxfp4_in_files(module, files):
+            became = str(self._dtype).removeprefix("torch.")
+            log.warning("experts in %s are MXFP4; they become %s, here and in exports", folder, became)
+            self._place |= stored
         self._pieces = self._pieces_in_files(module, files)
         self._fresh: ShapeSource | None = None
         unused: set[str] = set()
