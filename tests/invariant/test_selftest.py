@@ -30,7 +30,7 @@ def halves(x):
     return x[:, :middle].sum(-1) + x[:, middle:].sum(-1)
 
 
-def norm_twin(x, weight, eps, unit_offset):
+def norm_twin(x, weight, eps, unit_offset, rounded_last=False):
     wide = x.float()
     return wide * torch.rsqrt(halves(wide * wide)[:, None] / x.shape[-1] + eps) * (weight + unit_offset)
 
