@@ -49,7 +49,7 @@ def attention(  # signature: every kernel's, see lockstep.attention
     if mask is None:
         mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window, keys=keys, num_keys=k.shape[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if softcap is not None:
         options["score_mod"] = _cap(softcap)
     if sinks is None:

@@ -56,7 +56,8 @@ def cases(module: nn.Module, make: Inputs, *, split: bool) -> Iterator[Case]:
         elif isinstance(part, parts.InvariantMLP):
             yield _mlp_case(part, make)
         elif isinstance(part, parts.InvariantFusedMLP):
-            yield _act_case(part, part.down_proj.in_features, make, of="halves")
+            down: Any = part.down_proj
+            yield _act_case(part, down.in_features, make, of="halves")
         elif isinstance(part, parts.InvariantRotary):
             yield from _rotary_cases(part, make)
         elif isinstance(part, experts.InvariantRouter):
