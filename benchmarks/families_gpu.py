@@ -3,8 +3,8 @@
     python benchmarks/families_gpu.py --out families.json
 
 Sinks by varlen and flex and caps by flex in bfloat16, forward and gradients, beside float64; cached decode
-with sinks against a packed forward, bit for bit; three GRPO steps of each small model, whose largest gap between
-trainer and engine must be 0.
+with sinks against a packed forward, bit for bit; three GRPO steps of each small model, whose largest gap
+between trainer and engine must be 0.
 """
 
 from __future__ import annotations
