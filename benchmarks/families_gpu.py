@@ -87,7 +87,9 @@ def errors(kernel: str, more: str, window: int | None, device: torch.device) -> 
     found = {}
     for side, (name, dtype) in (("", (kernel, torch.bfloat16)), ("eager ", ("sdpa", torch.bfloat16))):
         for label, ours, theirs in zip(labels, run(name, dtype), truth, strict=False):
-            found[side + label] = float((ours.double() - theirs).norm() / theirs.norm())
+            found[side + label] = float(
+                (ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm()
+            )
     return found
 
 
