@@ -80,14 +80,15 @@ def errors(kernel: str, more: str, window: int | None, device: torch.device) -> 
         lengths = LENGTHS if name == "sdpa" else None
         out = function(*leaves[:3], lengths=lengths, window=window, **options, **extra)
         used = leaves if more == "sinks" else leaves[:3]
-        return [out, *torch.autograd.grad((out * direction.to(dtype)).sum(), used)]
+        grads = torch.autograd.grad((out * direction.to(dtype)).sum(), used)
+        return [out.detach(), *grads]
 
     truth = run("sdpa", torch.float64)
     labels = ("out", "dq", "dk", "dv", "dsinks")
     found = {}
     for side, (name, dtype) in (("", (kernel, torch.bfloat16)), ("eager ", ("sdpa", torch.bfloat16))):
         for label, ours, theirs in zip(labels, run(name, dtype), truth, strict=False):
-            found[side + label] = float(
+            found[side + label] = float((ours.double() - theirs).norm() / theirs.norm())
                 (ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm()
             )
     return found
