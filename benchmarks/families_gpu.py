@@ -89,8 +89,6 @@ def errors(kernel: str, more: str, window: int | None, device: torch.device) -> 
     for side, (name, dtype) in (("", (kernel, torch.bfloat16)), ("eager ", ("sdpa", torch.bfloat16))):
         for label, ours, theirs in zip(labels, run(name, dtype), truth, strict=False):
             found[side + label] = float((ours.double() - theirs).norm() / theirs.norm())
-                (ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm()
-            )
     return found
 
 
