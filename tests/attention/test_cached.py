@@ -27,11 +27,17 @@ def randn(*shape, dtype=torch.float32, seed=0):
     return values.to(torch.get_default_device(), dtype)
 
 
-def documents(*, heads, kv_heads, head_dim, dtype):
-    return [
+def documents(*, heads, kv_heads, head_dim, dtype, sinks=False):
+    """Queries, keys and values of each document; and the heads' sinks, if there are some."""
+    docs = [
         randn(sum(LENGTHS), n, head_dim, dtype=dtype, seed=seed).split(LENGTHS)
         for seed, n in enumerate((heads, kv_heads, kv_heads))
     ]
+    return [*docs, randn(heads, dtype=dtype)] if sinks else docs
+
+
+def sinks_of(docs):
+    return docs[3] if len(docs) > 3 else None
 
 
 def int32(values):
@@ -44,11 +50,10 @@ def ends(lengths):
 
 def packed(docs, order, *, window, capacity=512):
     """Outputs of the documents `order`, in that order in one pack."""
-    q, k, v = (torch.cat([part[i] for i in order]) for part in docs)
+    q, k, v = (torch.cat([part[i] for i in order]) for part in docs[:3])
     lengths = [LENGTHS[i] for i in order]
-    out = KERNELS["varlen"](
-        q, k, v, cu_seqlens=ends(lengths), max_seqlen=capacity, lengths=None, scale=None, window=window
-    )
+    options = {"max_seqlen": capacity, "lengths": None, "scale": None, "window": window}
+    out = KERNELS["varlen"](q, k, v, cu_seqlens=ends(lengths), sinks=sinks_of(docs), **options)
     return dict(zip(order, out.split(lengths), strict=True))
 
 
@@ -67,7 +72,7 @@ class Cache:
     def step(self, take):
         """`take`: {document: how many tokens}."""
         rows = {i: slice(self.seen[i], self.seen[i] + n) for i, n in take.items()}
-        q, k, v = (torch.cat([part[i][r] for i, r in rows.items()]) for part in self.docs)
+        q, k, v = (torch.cat([part[i][r] for i, r in rows.items()]) for part in self.docs[:3])
         for i, n in take.items():
             self.seen[i] += n
         out = store_and_attend(
@@ -84,6 +89,7 @@ class Cache:
             self.scale,
             self.window,
             all(n == 1 for n in take.values()),
+            sinks_of(self.docs),
         )
         for i, rows_of_i in zip(take, out.split(list(take.values())), strict=True):
             self.out[i].append(rows_of_i)
@@ -122,6 +128,7 @@ SHAPES = [
     {"heads": 4, "kv_heads": 4, "head_dim": 16},
     {"heads": 4, "kv_heads": 2, "head_dim": 32},
     {"heads": 4, "kv_heads": 1, "head_dim": 64},
+    {"heads": 4, "kv_heads": 2, "head_dim": 64, "sinks": True},
     {"heads": 6, "kv_heads": 2, "head_dim": 16},  # groups that do not fill a tile
 ]
 

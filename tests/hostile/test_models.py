@@ -23,11 +23,11 @@ from lockstep.config.data import DataConfig
 from lockstep.config.load import build
 from lockstep.config.model import ModelConfig
 from lockstep.data.chat import ChatFormat
-from lockstep.errors import DataError, LockstepError, ModelError
+from lockstep.errors import ConfigError, DataError, LockstepError, ModelError
 from lockstep.models import reward
 from lockstep.models.export import model_facts
 from lockstep.models.folder import READ
-from lockstep.models.load import _HUB_FILES, load_model, meta_module
+from lockstep.models.load import _HUB_FILES, check_positions, load_model
 from lockstep.models.reward import RewardModel
 
 CPU = torch.device("cpu")
@@ -77,20 +77,17 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-def test_rotary_embeddings_that_depend_on_neighbours_are_refused_at_every_door(
+def test_rotary_embeddings_that_depend_on_neighbours_bound_documents_at_every_door(
     folder: Path, kind: str, key: str
 ) -> None:
-    rope = {"longrope": LONGROPE, "dynamic": DYNAMIC}[kind]
-    changed(folder, **({"rope_parameters": None} | {key: rope}))
-    config = ModelConfig(name=str(folder))
-    for door in (
-        lambda: load(folder),
-        lambda: load(folder, materialize=False),
-        lambda: model_facts(config),
-        lambda: meta_module(config, dtype=torch.float32),
-    ):
-        with raises(ModelError, f"unsupported-model: rope_type, {kind}"):
-            door()
+    rope = {"longrope": LONGROPE | {"original_max_position_embeddings": 48}, "dynamic": DYNAMIC}[kind]
+    changed(folder, **({"rope_parameters": None, "max_position_embeddings": 64} | {key: rope}))
+    bound = {"longrope": 48, "dynamic": 64}[kind]
+    model = load(folder, materialize=False)
+    assert (load(folder).max_positions, model.max_positions) == (bound, bound)
+    assert model_facts(ModelConfig(name=str(folder))).max_positions == bound
+    with raises(ConfigError, "too-long: rope_parameters"):
+        check_positions(model, bound + 1, setting="data.max_prompt_tokens")
 
 
 def reward_model(folder: Path) -> RewardModel:
@@ -109,7 +106,7 @@ def test_a_reward_models_score_does_not_depend_on_its_neighbours(
     folder = saved_classifier(tmp_path / "longrope", tiny, rope_parameters=LONGROPE)
     with raises(ModelError, "unsupported-model: rope_type", value="longrope"):
         reward_model(folder)
-    monkeypatch.setattr(reward, "check_rope", lambda config: None)
+    monkeypatch.setattr(reward, "check_rope", lambda config, **_: None)
     with raises(ModelError, "batch-dependent"):
         reward_model(folder)
     plain = reward_model(saved_classifier(tmp_path / "plain", tiny))

@@ -246,7 +246,7 @@ class OddLinear(nn.Linear):
             "not-batch-invariant: model.layers.0.self_attn.q_proj.weight, model.norm.weight",
         ),
         (
-            lambda m: setattr(m.model.rotary_emb, "rope_type", "dynamic"),
+            lambda m: setattr(m.model.rotary_emb, "rope_type", "axial"),
             "not-batch-invariant: model.rotary_emb (LlamaRotaryEmbedding)",
         ),
         (

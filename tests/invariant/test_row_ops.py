@@ -13,6 +13,7 @@ from lockstep.invariant.row_ops import (
     rotary,
     row_sums,
     silu_and_mul,
+    standardise,
     token_stats,
 )
 
@@ -57,12 +58,31 @@ def test_rms_norm(dtype, offset):
 def test_rms_norm_is_transformers_own():
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
     x = normal(7, 64, dtype=torch.bfloat16)
-    for kind, offset in ((LlamaRMSNorm, False), (Gemma3RMSNorm, True)):
+    forms = ((LlamaRMSNorm, False, False), (Gemma3RMSNorm, True, False), (Olmo2RMSNorm, False, True))
+    for kind, *form in forms:
         norm = kind(64, eps=1e-6).to(torch.bfloat16)
         torch.nn.init.normal_(norm.weight)
-        torch.testing.assert_close(rms_norm(x, norm.weight, 1e-6, offset), norm(x), rtol=2**-7, atol=0)
+        torch.testing.assert_close(rms_norm(x, norm.weight, 1e-6, *form), norm(x), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_standardise(dtype):
+    for width in WIDTHS:
+        assert dependence(lambda x: standardise(x, 1e-5), normal(251, width, dtype=dtype)) is None
+    x = normal(4, 5, 50, dtype=dtype)
+    expected = torch.nn.functional.layer_norm(x.float(), (50,), eps=1e-5)
+    torch.testing.assert_close(standardise(x, 1e-5), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_standardise():
+    x, y = (normal(3, 4, 20).requires_grad_() for _ in range(2))
+    direction = normal(4, 20)
+    (standardise(x, 1e-5) * direction).sum().backward()
+    (torch.nn.functional.layer_norm(y, (20,), eps=1e-5) * direction).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_rms_norm_keeps_the_layout_of_heads():
@@ -161,6 +181,9 @@ def test_rotary():
     assert cos.shape == (1, 2, 16) and cos[0, 0].tolist() == [1.5] * 16 and sin[0, 0].tolist() == [0.0] * 16
     torch.testing.assert_close(cos[0, 1, :8], 1.5 * torch.cos(3 * inv_freq))
     torch.testing.assert_close(sin[0, 1, 8:], 1.5 * torch.sin(3 * inv_freq))
+    for layout, columns in (("halves", slice(0, 8)), ("pairs", slice(1, None, 2)), ("once", slice(None))):
+        part = rotary(torch.tensor([[0, 3]]), inv_freq, 1.5, layout)[0][..., columns]
+        assert torch.equal(part, cos[..., :8])
 
 
 def test_registrations():
@@ -169,6 +192,7 @@ def test_registrations():
     x = normal(2, 3, 16).requires_grad_()
     check_op(rms_norm, (x, normal(16).requires_grad_(), 1e-6, True))
     check_op(rms_norm, (normal(1, 3, 4, 16).transpose(1, 2), normal(16), 1e-6, False))
+    check_op(standardise, (normal(1, 3, 4, 16).transpose(1, 2).requires_grad_(), 1e-6))
     check_op(silu_and_mul, (x, normal(2, 3, 16).requires_grad_()))
     check_op(gelu_and_mul, (x, normal(2, 3, 16).requires_grad_()))
     check_op(mean, (x,))

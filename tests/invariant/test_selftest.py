@@ -30,7 +30,7 @@ def halves(x):
     return x[:, :middle].sum(-1) + x[:, middle:].sum(-1)
 
 
-def norm_twin(x, weight, eps, unit_offset):
+def norm_twin(x, weight, eps, unit_offset, rounded_last=False):
     wide = x.float()
     return wide * torch.rsqrt(halves(wide * wide)[:, None] / x.shape[-1] + eps) * (weight + unit_offset)
 
@@ -49,7 +49,7 @@ def stats_twin(logits, labels, scale, cap):
     return logits.gather(1, labels[:, None])[:, 0] - total.log(), total, total.log()
 
 
-def rotary_twin(positions, inv_freq, scaling):
+def rotary_twin(positions, inv_freq, scaling, layout="halves"):
     """Angles from the first row's, as a recurrence would have them."""
     angles = (positions - positions[:1])[:, None] * inv_freq + positions[:1, None] * inv_freq
     return angles.cos(), angles.sin()

@@ -51,12 +51,19 @@ for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2**-6)):
                 expected = expected if residual is None else expected + residual
                 torch.testing.assert_close(out, expected, **near)
             assert len(outs) == count
-    for offset in (False, True):
+    for offset, last in ((False, False), (True, False), (False, True)):
         check(
-            lambda x: kernels.rms_norm(x, norm, 1e-6, unit_offset=offset),
-            lambda x: row_ops.rms_norm(x, norm, 1e-6, offset),
+            lambda x: kernels.rms_norm(x, norm, 1e-6, unit_offset=offset, rounded_last=last),
+            lambda x: row_ops.rms_norm(x, norm, 1e-6, offset, last),
             x, **near,
         )
+    for op in (kernels, row_ops):
+        assert op.standardise(x, 1e-6).dtype == torch.float32
+    check(
+        lambda x: kernels.standardise(x, 1e-6),
+        lambda x: row_ops.standardise(x, 1e-6),
+        x, rtol=1e-5, atol=1e-5,
+    )
     logits, labels = torch.randn(70, 5000).to(dtype) * 3, torch.arange(70) * 71 - 1
     for cap in (None, 5.0):
         check(
@@ -89,6 +96,7 @@ assert out.eq(200).all()
 assert kernels.few_rows(torch.ones(0, 8), [torch.ones(4, 8)], [], None)[0].shape == (0, 4)
 assert kernels.matmul(torch.ones(0, 8), torch.ones(8, 4), None).shape == (0, 4)
 assert kernels.rms_norm(torch.ones(0, 8), torch.ones(8), 1e-6, unit_offset=False).shape == (0, 8)
+assert kernels.standardise(torch.ones(0, 8), 1e-6).shape == (0, 8)
 assert kernels.mean(torch.ones(0, 8)).shape == (0,)
 assert kernels.block_mass(torch.ones(0, 300), scale=1.0, cap=None, block=256).shape == (0, 2)
 assert kernels.token_stats(torch.ones(0, 8), torch.ones(0).long(), scale=1.0, cap=None)[0].shape == (0,)

@@ -10,12 +10,12 @@ from transformers import AutoConfig, LlamaConfig
 from lockstep.config.model import ModelConfig
 from lockstep.engine.spec import EMBEDDED, decoded_gap, decoding_proof
 from lockstep.errors import ModelError
-from lockstep.models import admission, heads
+from lockstep.models import admission, heads, miniature
 from lockstep.models.admission import check_proof, proof_key
 from lockstep.models.architectures import ARCHITECTURES, checks
 from lockstep.models.load import load_model
 from lockstep.models.miniature import LENGTHS, POSITIONS, WINDOW, documents, random_miniature, tiny_model
-from lockstep.models.proof_rows import TOLERANCE, Gap, forward_gaps
+from lockstep.models.proof_rows import TOLERANCE, Gap, forward_gaps, kernels_of
 from lockstep.models.shape_table import SHAPES
 from lockstep.models.source import bundled_config
 
@@ -53,6 +53,20 @@ PUBLISHED = {
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "phi-3.5-mini": {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "num_attention_heads": 32,
+        "sliding_window": 262144,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0 + i / 40 for i in range(48)],
+            "long_factor": [1.0 + i for i in range(48)],
         },
     },
     "mistral-7b-v0.1": {"model_type": "mistral", "sliding_window": 4096},
@@ -108,8 +122,9 @@ def test_supported_configs_pass_in_every_way(name):
     gaps = [*forward_gaps(small), *(decoded_gap(engine, small) for engine in engines)]
     print(f"{name}: {max(gap.size for gap in gaps):.1e} in {len(gaps)} comparisons")
     assert max(gap.size for gap in gaps) <= (1e-5 if name.startswith("tiny") else 2e-5)
-    assert len({gap.way for gap in gaps}) == 12 + len(engines)
-    assert sum(gap.of_gradient for gap in gaps) == 12
+    ways = 6 * len(kernels_of(small))
+    assert len({gap.way for gap in gaps}) == ways + len(engines)
+    assert sum(gap.of_gradient for gap in gaps) == ways
 
 
 def test_the_miniature_keeps_options_and_crosses_every_length():
@@ -141,7 +156,8 @@ def test_the_miniature_keeps_options_and_crosses_every_length():
     ids=["longrope", "dynamic", "longrope, hf", "longrope, native"],
 )
 def test_length_dependent_rotary_embeddings_fail_the_proof(config, ways, monkeypatch):
-    """By a back door: the check at load refuses them by name before any proof."""
+    """Beyond the length that documents are kept within."""
+    monkeypatch.setattr(miniature, "BOUND", 16)
     with raises(ModelError, "unsupported-model: logprob") as error:
         check_proof(config, kind="test", ways=ways, name="m")
     numbers = [float(word.strip(",")) for word in str(error.value).split() if word.startswith("-")]

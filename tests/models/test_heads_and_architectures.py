@@ -4,17 +4,25 @@ from raising import raises
 from torch import nn
 from transformers import (
     AutoConfig,
+    Gemma2Config,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     Qwen2Config,
 )
 
-from lockstep.errors import ModelError
-from lockstep.models.architectures import ARCHITECTURES, check_architecture, layer_windows
+from lockstep.errors import ConfigError, ModelError
+from lockstep.models.architectures import (
+    ARCHITECTURES,
+    check_architecture,
+    check_kernel,
+    layer_windows,
+    max_positions,
+)
 from lockstep.models.architectures.checks import modelling_reads
 from lockstep.models.forward import head_of
 
@@ -70,23 +78,38 @@ def test_a_wrapped_head_is_refused():
     [
         (Gemma3Config(), "unsupported-model: gemma3"),
         (LlamaConfig(attention_dropout=0.1), "unsupported-model: attention_dropout"),
-        (Gemma3TextConfig(attn_logit_softcapping=50.0), "unsupported-model: attn_logit_softcapping"),
         (LlamaConfig(is_causal=False), "unsupported-model: is_causal"),
-        (LlamaConfig(rope_parameters=LONGROPE), "unsupported-model: rope_type, longrope"),
-        (
-            LlamaConfig(rope_parameters=LONGROPE | {"rope_type": "dynamic"}),
-            "unsupported-model: rope_type, dynamic",
-        ),
         (
             LlamaConfig(rope_parameters=LONGROPE | {"rope_type": "axial"}),
             "unsupported-model: rope_type, axial",
         ),
-        (Gemma3TextConfig(rope_parameters=GEMMA_ROPES), "unsupported-model: rope_type, dynamic"),
     ],
 )
 def test_refused_by_name_with_a_reason(config, message):
     with raises(ModelError, message):
         check_architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "kernel", "message"),
+    [
+        (Gemma2Config(), "varlen", "unsupported-combination: train.attention, attn_logit_softcapping = 50.0"),
+        (Gemma2Config(), "hf:sdpa", "unsupported-combination: train.attention, does not compute it so"),
+        (GptOssConfig(), "hf:sdpa", "unsupported-combination: train.attention, does not compute it so"),
+    ],
+)
+def test_a_kernel_that_computes_another_model_is_refused(config, kernel, message):
+    with raises(ConfigError, message):
+        check_kernel(config, kernel)
+    for other in ("sdpa", "flex", "hf:eager"):
+        check_kernel(config, other)
+
+
+def test_documents_are_kept_within_what_does_not_depend_on_neighbours():
+    assert max_positions(LlamaConfig(max_position_embeddings=256, rope_parameters=LONGROPE)) == 64
+    assert max_positions(Gemma3TextConfig(max_position_embeddings=256, rope_parameters=GEMMA_ROPES)) == 256
+    yarn = LONGROPE | {"rope_type": "yarn"}
+    assert max_positions(LlamaConfig(max_position_embeddings=256, rope_parameters=yarn)) == 256
 
 
 def test_windows_by_layer():

@@ -124,6 +124,20 @@ def _no_residual_multiplier(module):
     module.residual_multiplier = 1.0
 
 
+def _other_cap(module):
+    module.attn_logit_softcapping *= 1.1
+
+
+def _later_sinks(module):
+    module.sinks.data += 0.1
+
+
+def _detached_sinks(module):
+    sinks = module.sinks.detach()
+    del module.sinks
+    module.sinks = sinks
+
+
 PLANTED = {
     "wrong scale": ("tiny-llama", "Attention", _scale, False),
     "ignored window": ("tiny-gemma3", "Attention", _no_window, False),
@@ -133,6 +147,9 @@ PLANTED = {
     "dropout in training": ("tiny-llama", "MLP", _dropout, False),
     "another gelu": ("tiny-gemma3", "MLP", _exact_gelu, False),
     "no residual multiplier": ("tiny-granite", "DecoderLayer", _no_residual_multiplier, False),
+    "another cap of scores": ("tiny-gemma2", "Attention", _other_cap, False),
+    "other sinks": ("tiny-gpt-oss", "Attention", _later_sinks, False),
+    "sinks without a gradient": ("tiny-gpt-oss", "Attention", _detached_sinks, True),
     "a weight without a gradient": ("tiny-llama", "down_proj", _detached_weight, True),
 }
 
@@ -222,7 +239,6 @@ def test_a_model_without_a_record_is_admitted_as_generic_and_said_so(caplog):
     [
         ("gpt2", {}, "unsupported-model: attn_pdrop = 0.1"),
         ("gemma3", {}, "unsupported-model: wrapper, gemma3_text"),
-        ("gemma2", {}, "unsupported-model: attn_logit_softcapping"),
     ],
 )
 def test_what_no_proof_is_asked_for(model_type, changes, match):

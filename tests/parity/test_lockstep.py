@@ -30,6 +30,7 @@ MODELS = [
 one beside them. All weights are random, those of norms and biases too."""
 
 
+MORE = [f"tiny-{name}" for name in ("glm", "glm4", "seed-oss", "olmo2", "olmo3", "helium", "cohere")]
 FSDP2 = ("--train.backend", "fsdp2")
 ROUTERS = ("--train.router-aux-loss", "0.01", "--train.route-changes-every", "2")
 DDP = ("--train.backend", "deepspeed", "--train.zero-stage", "0")
@@ -74,10 +75,13 @@ def test_twenty_compiled_steps_without_a_gap(model, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny-qwen3-moe", "tiny-mixtral"])
+@pytest.mark.parametrize(
+    "model", ["tiny-qwen3-moe", "tiny-gpt-oss", pytest.param("tiny-mixtral", marks=pytest.mark.exhaustive)]
+)
 def test_twenty_steps_of_experts_without_a_gap(model):
     parts = build(config(model, "float32", "eager"))
-    assert {"experts 8x128x64", "combine 64"} <= parts.batch_invariance.self_test.keys()
+    experts = "experts 8x128x64 with bias inputs first" if "oss" in model else "experts 8x128x64"
+    assert {experts, "combine 64"} <= parts.batch_invariance.self_test.keys()
     assert_lockstep(train(parts, steps=20))
     parts.close()
 
@@ -89,6 +93,10 @@ def test_twenty_steps_of_experts_without_a_gap(model):
         ("tiny-qwen2-moe", "bfloat16", ""),
         ("tiny-mixtral", "bfloat16", 'layout = "shared"\nactivation_checkpointing = true'),
         ("tiny-qwen3-moe", "float32", 'layout = "padded"\npadding_side = "left"'),
+        ("tiny-gpt-oss", "bfloat16", 'layout = "shared"'),
+        ("tiny-phi3", "bfloat16", ""),
+        ("tiny-cohere2", "bfloat16", ""),
+        *(pytest.param(name, "bfloat16", "", marks=pytest.mark.exhaustive) for name in MORE),
         ("tiny-gemma3", "bfloat16", ""),
         ("tiny-mistral", "float32", ""),
         ("tiny-gemma3", "float32", 'layout = "padded"\npadding_side = "left"'),

@@ -135,3 +135,16 @@ def test_chunks_of_a_call_never_change_bits(served: Any, service: Any) -> None:
     for client in (whole, split):
         client.optim_step(types.AdamParams(**ADAM)).result(SECONDS)
     assert equal(weights(served, whole, "whole"), weights(served, split, "split"))
+
+
+def test_adapters_are_beside_the_linears_of_the_architecture() -> None:
+    from lockstep.config.model import ModelConfig
+    from lockstep.models.load import meta_module
+    from lockstep.serve.models import AdapterSpec
+
+    module = meta_module(ModelConfig(name="shape:tiny-phi3"), dtype=torch.float32)
+    names = [
+        AdapterSpec(rank=2, seed=0, attention=attention, mlp=not attention).config(module).target_modules
+        for attention in (True, False)
+    ]
+    assert names == [("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")]

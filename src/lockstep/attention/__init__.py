@@ -14,9 +14,11 @@
     keys         None: a document's keys are its rows. Else a `Keys`, in layout `shared` only: k and v are
                  [S, K, H], document d has cu_keys[d] to cu_keys[d + 1] of them, and its last query stands at
                  its last key
+    sinks        [N]: a score of each head that counts in its softmax and has no value (GPT-OSS); None: none
+    softcap      scores become softcap * tanh(scores / softcap) (Gemma 2); None: they stay
 
 Causal within a document, blind across documents; N is a multiple of K. Rows that no document covers are
-undefined.
+undefined. A kernel without one of the last two refuses models that need it.
 """
 
 from lockstep.attention.adapters import (

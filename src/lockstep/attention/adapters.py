@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,11 +26,13 @@ _MASKS: dict[str, Callable[..., Tensor | BlockMask | None]] = {
     if kernel.mask
 }
 PREFIX = "lockstep_"
+# transformers refuses any name with "sdpa" in it where its own sdpa cannot compute a model (sinks, caps).
+_SDPA, _ITS_NAME = "sdpa", "sdp-a"
 
 
 def implementation(kernel: str) -> str:
-    """Register the kernel with transformers' AttentionInterface and return its name there: "sdpa" ->
-    "lockstep_sdpa", "hf:NAME" -> "NAME", "module:function" -> "lockstep_module:function".
+    """Register the kernel with transformers' AttentionInterface and return its name there: "varlen" ->
+    "lockstep_varlen", "hf:NAME" -> "NAME", "module:function" -> "lockstep_module:function".
 
     Raises:
         ConfigError: there is no such kernel.
@@ -38,14 +41,15 @@ def implementation(kernel: str) -> str:
         return kernel.removeprefix("hf:")
     if kernel not in KERNELS and ":" not in kernel:
         raise ConfigError(unknown_name("attention kernel", kernel, names("attention")), code="unknown-name")
-    _register(kernel)
-    return PREFIX + kernel
+    name = PREFIX + kernel.replace(_SDPA, _ITS_NAME)
+    _register(name, kernel)
+    return name
 
 
 def kernel_of(name: str | None) -> str:
     """Return the kernel of a name in AttentionInterface: the inverse of `implementation`."""
     if name is not None and name.startswith(PREFIX):
-        return name.removeprefix(PREFIX)
+        return name.removeprefix(PREFIX).replace(_ITS_NAME, _SDPA)
     return f"hf:{name or 'eager'}"
 
 
@@ -58,8 +62,8 @@ def label(kernel: str, device: torch.device, *, ring: int = 1, gathers: bool = F
     return "varlen (cpu reference)" if kernel == "varlen" and device.type == "cpu" else kernel
 
 
-def _register(kernel: str) -> None:
-    """Register a kernel with transformers; a second call does nothing.
+def _register(name: str, kernel: str) -> None:
+    """Register a kernel with transformers under a name; a second call does nothing.
 
     No mask function is registered: transformers then makes no mask at all, where a function that returns None
     would still cost it a device synchronisation per forward to look for packed documents.
@@ -67,8 +71,8 @@ def _register(kernel: str) -> None:
     from transformers import AttentionInterface
 
     # Private. A new closure under the same name would make layers that are compiled around it compile again.
-    if PREFIX + kernel not in AttentionInterface._global_mapping:
-        AttentionInterface.register(PREFIX + kernel, _adapter(kernel))
+    if name not in AttentionInterface._global_mapping:
+        AttentionInterface.register(name, _adapter(kernel))
 
 
 def build_mask(
@@ -94,6 +98,7 @@ def build_mask(
 
 def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
     attend = KERNELS.get(kernel) or load_object(kernel, what=f"attention kernel {kernel!r}")
+    takes = frozenset(inspect.signature(attend).parameters)
 
     def forward(  # signature: transformers' AttentionInterface
         module: nn.Module,
@@ -113,6 +118,7 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         shared: SharedKeys | None = None,
         key_lengths: tuple[int, ...] | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         ring: Ring | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
@@ -120,25 +126,30 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         passes on."""
         if cu_seqlens is None and ring is None:
             raise ModelError(
-                f"missing-values: attention implementation {PREFIX + kernel!r} was called without "
+                f"missing-values: attention kernel {kernel!r} was called without "
                 "cu_seqlens; run the model through lockstep.models.forward.hidden_states, or load it with "
                 "attention = 'hf:sdpa'"
             )
-        # transformers passes both to every implementation, so a kernel that ignored them would compute
+        # transformers passes these to every implementation, so a kernel that ignored one would compute
         # another model without a word.
-        if dropout or softcap is not None:
+        more: dict[str, Any] = {
+            name: value for name, value in (("softcap", softcap), ("sinks", s_aux)) if value is not None
+        }
+        lacking = [name for name in more if ring is not None or name not in takes]
+        if dropout or lacking:
+            name = "ring" if ring is not None else kernel
             raise ModelError(
-                f"unsupported-combination: attention kernel {kernel!r} does not support dropout or softcap "
-                f"(got {dropout}, {softcap})"
+                f"unsupported-combination: attention kernel {name!r} has no "
+                f"{' or '.join(lacking) or 'dropout'}, which this model needs; set train.attention = "
+                "'sdpa', or 'flex' on a GPU"
             )
         if ring is not None:
             return _ring(query, key, value, ring=ring, scale=scaling, window=sliding_window), None
         mask = None if masks is None else masks[sliding_window or 0]
         if dense:
-            return sdpa.dense(query, key, value, mask=mask, scale=scaling).transpose(1, 2), None
+            return sdpa.dense(query, key, value, mask=mask, scale=scaling, **more).transpose(1, 2), None
         batch, length = query.shape[0], query.shape[2]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        more: dict[str, Any] = {}  # a kernel that knows no shared keys is not given any
         if shared is not None:
             k, v = gather(k, v, shared)
             more["keys"] = Keys(shared["cu_keys"], shared["max_keys"], key_lengths)

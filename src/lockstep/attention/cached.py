@@ -34,14 +34,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.attention.sinks import NO_SPLITS, with_sinks
 from lockstep.attention.varlen import enable_cpu_reference
 from lockstep.observe.text import printable
 
 _flash = torch.ops.aten._flash_attention_forward
-# torch 2.11 has no such argument, and never splits the keys of packed documents.
-NO_SPLITS: dict[str, Any] = (
-    {"num_splits": 1} if any(a.name == "num_splits" for a in _flash.default._schema.arguments) else {}
-)
 
 
 # One op for both, because the decode kernel does both at once. It is opaque to a compiler, which could not
@@ -62,12 +59,14 @@ def store_and_attend(  # signature: an op takes tensors and numbers, no records
     scale: float,
     window: int | None,
     decode: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write k and v [T, K, H] to `slots` of the cache, then attend with q [T, N, H] -> [T, N, H].
 
-    `window` counts the query itself (transformers' sliding_window). See the module for the rest.
+    `window` counts the query itself (transformers' sliding_window); `sinks` [N] as in lockstep.attention.
+    See the module for the rest.
     """
-    if decode:
+    if decode and sinks is None:
         kernel = decode_kernel(q, k_cache, scale=scale, window=window, reference=_FlashDecode(scale))
         if kernel is not None:
             return kernel(q, k, v, k_cache, v_cache, slots, starts, used)
@@ -84,6 +83,7 @@ def store_and_attend(  # signature: an op takes tensors and numbers, no records
         scale=scale,
         window=window,
         decode=decode,
+        sinks=sinks,
     )
 
 
@@ -136,6 +136,7 @@ def cached_attention(  # signature: the op's
     scale: float,
     window: int | None,
     decode: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [T, N, H] -> [T, N, H], over keys that are in the cache already; see the module."""
     if q.device.type == "cpu":
@@ -152,7 +153,8 @@ def cached_attention(  # signature: the op's
         max_q = 2  # with 1 the kernel would swap heads for rows, and split the keys
     # The aten op, not torch.nn.attention.varlen: torch 2.11's varlen_attn has no seqused_k, without which a
     # document would be taken to end where the next one begins.
-    out: Tensor = _flash(
+    out: Tensor
+    out, lse, *_ = _flash(
         q,
         k_cache,
         v_cache,
@@ -168,10 +170,11 @@ def cached_attention(  # signature: the op's
         window_size_right=None if window is None else 0,
         seqused_k=used,
         **NO_SPLITS,
-    )[0]
+    )
     if as_rows:
         out = out.unflatten(0, (documents, group)).transpose(1, 2).flatten(1, 2)
-    return out
+        lse = lse.unflatten(1, (documents, group)).transpose(1, 2).flatten(0, 1)
+    return out if sinks is None else with_sinks(out, lse, sinks)
 
 
 @functools.cache

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from lockstep.errors import TrainError
 from lockstep.ops.masks import Keys, aligned_places, document_ids
@@ -26,6 +31,8 @@ def attention(  # signature: every kernel's, see lockstep.attention
     window: int | None,
     mask: BlockMask | None = None,
     keys: Keys | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """See lockstep.attention.
 
@@ -42,9 +49,27 @@ def attention(  # signature: every kernel's, see lockstep.attention
     if mask is None:
         mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window, keys=keys, num_keys=k.shape[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = _kernel(q.device.type)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if softcap is not None:
+        options["score_mod"] = _cap(softcap)
+    if sinks is None:
+        out = _kernel(q.device.type)(q, k, v, **options)
+    else:
+        # Unlike varlen's, this kernel's autograd has the gradient of the log-sum-exp.
+        out, aux = _kernel(q.device.type)(q, k, v, return_aux=AuxRequest(lse=True), **options)
+        out = (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(q.dtype)
     packed: Tensor = out[0].transpose(0, 1)
     return packed
+
+
+@functools.cache
+def _cap(cap: float) -> Callable[..., Tensor]:
+    """The same function for all layers: compiled code is specialised to it."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
 
 
 def build_mask(

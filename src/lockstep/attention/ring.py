@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.attention.cached import NO_SPLITS
+from lockstep.attention.sinks import NO_SPLITS
 from lockstep.attention.varlen import enable_cpu_reference
 from lockstep.errors import ConfigError, ModelError
 from lockstep.ops.rank_sums import add_in_order, exchange, gather_rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,20 +23,43 @@ def attention(  # signature: every kernel's, see lockstep.attention
     window: int | None,
     mask: Tensor | None = None,
     keys: Keys | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """See lockstep.attention. With `lengths` there is one call per document and never a [T, T] mask."""
+    options: DenseOptions = {"scale": scale, "sinks": sinks, "softcap": softcap}
     if lengths is not None and mask is None:
         key_lengths = lengths if keys is None else keys.lengths
         assert key_lengths is not None, "known where the queries' are"
-        return _per_document(q, k, v, lengths=(lengths, key_lengths), scale=scale, window=window)
+        return _per_document(q, k, v, lengths=(lengths, key_lengths), window=window, options=options)
     if mask is None:
         mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window, keys=keys, num_keys=k.shape[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return dense(q, k, v, mask=mask, scale=scale)[0].transpose(0, 1)
+    return dense(q, k, v, mask=mask, **options)[0].transpose(0, 1)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float | None) -> Tensor:
+class DenseOptions(TypedDict):
+    """Arguments of `dense` that all documents share; see lockstep.attention."""
+
+    scale: float | None
+    sinks: Tensor | None
+    softcap: float | None
+
+
+def dense(  # signature: options of every kernel
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None,
+    scale: float | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """[B, N, S, H] attention under `mask`, broadcast to [B, 1, S, keys]; None: causal over the whole row."""
+    if sinks is not None or softcap is not None:
+        mask = band(torch.arange(q.shape[2], device=q.device), window=None) if mask is None else mask
+        return _by_products(q, k, v, mask, scale, sinks, softcap)
     if mask is not None:
         # With a mask, enable_gqa would send CUDA to the math kernel, which materialises the scores.
         group = q.shape[1] // k.shape[1]
@@ -43,6 +68,30 @@ def dense(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float 
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+
+
+def _by_products(  # signature: `dense`'s
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """By matrix products: no fused kernel of torch has sinks or caps. It holds all scores."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    probs = scores.softmax(-1, dtype=wide)[..., : k.shape[2]].to(q.dtype)
+    return probs @ v
 
 
 def build_mask(
@@ -66,8 +115,8 @@ def _per_document(
     v: Tensor,
     *,
     lengths: tuple[tuple[int, ...], tuple[int, ...]],
-    scale: float | None,
     window: int | None,
+    options: DenseOptions,
 ) -> Tensor:
     """Args: lengths: of the documents, in queries and in keys."""
     dtype = q.dtype
@@ -84,5 +133,5 @@ def _per_document(
         if length != num_keys or (window is not None and window < length):
             mask = band(torch.arange(num_keys, device=q.device), window=window)[num_keys - length :]
         rows = (x.transpose(0, 1)[None] for x in (one_q, one_k, one_v))
-        outputs.append(dense(*rows, mask=mask, scale=scale)[0].transpose(0, 1))
+        outputs.append(dense(*rows, mask=mask, **options)[0].transpose(0, 1))
     return torch.cat(outputs).to(dtype)

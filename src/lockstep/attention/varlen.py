@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from lockstep.attention.sinks import sink_attention
 from lockstep.errors import ModelError
 from lockstep.ops.masks import Keys
 
@@ -36,21 +37,28 @@ def attention(  # signature: every kernel's, see lockstep.attention
     window: int | None,
     mask: None = None,
     keys: Keys | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.attention. float16 or bfloat16 on CUDA; on CPU the reference kernels, any float dtype."""
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         enable_cpu_reference()
+    cu_keys, max_keys = (cu_seqlens, max_seqlen) if keys is None else (keys.cu_keys, keys.max_keys)
+    if sinks is not None:
+        out: Tensor = sink_attention(
+            q, k, v, sinks, cu_seqlens, cu_keys, max_seqlen, max_keys, scale, window
+        )[0]
+        return out
     # A tuple: varlen_attn recognises causal by comparing with (-1, 0). The kernel's left window leaves the
     # query itself out.
     window_size = (-1, 0) if window is None else (window - 1, 0)
-    out: Tensor = _varlen_attn(
+    out = _varlen_attn(
         q,
         k,
         v,
         cu_seqlens,
-        cu_seqlens if keys is None else keys.cu_keys,
+        cu_keys,
         max_seqlen,
-        max_seqlen if keys is None else keys.max_keys,
+        max_keys,
         scale=scale,
         window_size=window_size,
         **_OPTIONS,

@@ -18,6 +18,7 @@ _OTHERS = (
 )
 """Those of others (Phi 3, GLM 4, GPT-NeoX, Qwen2-MoE)."""
 ALL_LINEAR = "all-linear"
+AUTO = "auto"
 _ELSEWHERE = f"choose from {', '.join(LINEAR)}, or set {ALL_LINEAR!r} for all of these"
 _NOT_ADAPTED = {
     "embed_tokens": (
@@ -30,6 +31,7 @@ _NOT_ADAPTED = {
     )
     + _ELSEWHERE,
     ALL_LINEAR: f"{ALL_LINEAR!r} already means {', '.join(LINEAR)}; leave the other names out",
+    AUTO: f"{AUTO!r} means the linear modules of attention and MLP; leave the other names out",
 }
 
 
@@ -42,14 +44,15 @@ class LoraConfig(Config):
     """Scale of the adapters: their output is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability for the adapters' input during training."""
-    target_modules: tuple[str, ...] = LINEAR
-    """Linear modules of the decoder to adapt: names, ends of paths ("layers.0.self_attn.q_proj"), or
-    ["all-linear"]. Embeddings, norms and the head cannot be adapted."""
+    target_modules: tuple[str, ...] = (AUTO,)
+    """Linear modules of the decoder to adapt: names, ends of paths ("layers.0.self_attn.q_proj"),
+    ["all-linear"], or ["auto"]: those of attention and MLP. Embeddings, norms and the head cannot be
+    adapted."""
 
     @field_validator("target_modules")
     @classmethod
     def _check_targets(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
-        if targets == (ALL_LINEAR,):
+        if targets in ((ALL_LINEAR,), (AUTO,)):
             return targets
         if not targets:
             raise ConfigError(

@@ -51,8 +51,13 @@ def cases(module: nn.Module, make: Inputs, *, split: bool) -> Iterator[Case]:
             vocab = part.out_features if name.endswith("lm_head") else vocab
         elif isinstance(part, parts.InvariantNorm):
             yield _norm_case(part, make)
+        elif isinstance(part, parts.InvariantLayerNorm):
+            yield _layer_norm_case(part, make)
         elif isinstance(part, parts.InvariantMLP):
             yield _mlp_case(part, make)
+        elif isinstance(part, parts.InvariantFusedMLP):
+            down: Any = part.down_proj
+            yield _act_case(part, down.in_features, make, of="halves")
         elif isinstance(part, parts.InvariantRotary):
             yield from _rotary_cases(part, make)
         elif isinstance(part, experts.InvariantRouter):
@@ -137,14 +142,23 @@ def tiles_of(choice: str) -> tuple[int, ...]:
 
 
 def _norm_case(part: Any, make: Inputs) -> Case:
-    width, offset = part.weight.shape[0], part.unit_offset
+    width, offset, last = part.weight.shape[0], part.unit_offset, part.rounded_last
 
     def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
         weight = make.normal(width)
-        yield _row_choice(make), lambda x: row_ops.rms_norm(x, weight, 1e-6, offset)
+        yield _row_choice(make), lambda x: row_ops.rms_norm(x, weight, 1e-6, offset, last)
 
-    name = f"rms_norm {width}{' with unit offset' if offset else ''}"
+    name = f"rms_norm {width}{' with unit offset' * offset}{' rounded last' * last}"
     return Case(name=name, inputs=lambda: (make.normal(make.rows(width), width),), choices=choices)
+
+
+def _layer_norm_case(part: Any, make: Inputs) -> Case:
+    width = part.weight.shape[-1]
+    return Case(
+        name=f"standardise {width}",
+        inputs=lambda: (make.normal(make.rows(width), width),),
+        choices=lambda _: iter([(_row_choice(make), lambda x: row_ops.standardise(x, 1e-6))]),
+    )
 
 
 def _mlp_case(part: Any, make: Inputs) -> Case:
@@ -165,6 +179,7 @@ def _mlp_case(part: Any, make: Inputs) -> Case:
 
 
 def _rotary_cases(part: Any, make: Inputs) -> Iterator[Case]:
+    layout = part.form.layout
     for name, buffer in part.named_buffers():
         if not name.endswith("inv_freq") or "original" in name:
             continue
@@ -172,12 +187,13 @@ def _rotary_cases(part: Any, make: Inputs) -> Iterator[Case]:
 
         def choices(_: tuple[Tensor, ...], width: int = width) -> Iterator[tuple[str, RowOp]]:
             steps = torch.arange(width, device=make.device, dtype=torch.float32) / width
-            yield _row_choice(make), lambda positions: row_ops.rotary(positions, 10000.0**-steps, 1.0)
+            yield _row_choice(make), lambda at: row_ops.rotary(at, 10000.0**-steps, 1.0, layout)
 
         def inputs() -> tuple[Tensor, ...]:
             return (torch.arange(make.rows(1), device=make.device) * 37,)
 
-        yield Case(name=f"rotary {width}", inputs=inputs, choices=choices)
+        suffix = "" if layout == "halves" else f" in {layout}"
+        yield Case(name=f"rotary {width}{suffix}", inputs=inputs, choices=choices)
 
 
 def _stats_case(vocab: int, make: Inputs) -> Case:
@@ -272,7 +288,7 @@ def _experts_cases(part: Any, make: Inputs) -> Iterator[Case]:
     for kind in experts.PRODUCTS:
         yield _product_case(part, kind, make)
     width = _product_size(part, "down_proj")[2]
-    yield _act_case(part, width, make)
+    yield _act_case(part, width, make, of="experts")
     yield _combine_case(_product_size(part, "down_proj")[1], make)
 
 
@@ -308,11 +324,13 @@ def _product_case(part: experts.InvariantExperts, kind: str, make: Inputs) -> Ca
     return Case(name=product_name(part, kind), inputs=inputs, choices=choices)
 
 
-def _act_case(part: Any, width: int, make: Inputs) -> Case:
-    """The activation as the experts call it, on columns of one product."""
-    stock = make.device.type == "cuda" and part.activation not in (experts.CLAMPED, "silu")
+def _act_case(part: Any, width: int, make: Inputs, *, of: str) -> Case:
+    """The activation as experts and fused MLPs call it, on columns of one product."""
+    own = part.activation == experts.CLAMPED
+    own |= part.activation == "silu" and isinstance(part, experts.InvariantExperts)
+    stock = make.device.type == "cuda" and not own
     return Case(
-        name=f"{part.activation} of experts {width}",
+        name=f"{part.activation} of {of} {width}",
         inputs=lambda: (make.normal(make.rows(width), 2 * width, std=3.0),),
         choices=lambda _: iter([(parts.STOCK if stock else _row_choice(make), part.act)]),
     )

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.errors import ModelError
 from lockstep.invariant import experts
 from lockstep.invariant import modules as parts
-from lockstep.invariant.forms import FORMS, ExpertBlock, GatedMLP, RMSNorm, Rotary
+from lockstep.invariant.forms import FORMS, ExpertBlock, FusedMLP, GatedMLP, LayerNorm, RMSNorm, Rotary
 from lockstep.invariant.modules import Invariant, InvariantLinear
 from lockstep.invariant.selftest import Verdict, self_test
 
@@ -23,7 +23,9 @@ _KINDS: dict[str, type] = {
     "linear": parts.InvariantLinear,
     "adapted linear": parts.InvariantAdapted,
     "rms_norm": parts.InvariantNorm,
+    "layer_norm": parts.InvariantLayerNorm,
     "mlp": parts.InvariantMLP,
+    "fused mlp": parts.InvariantFusedMLP,
     "rotary": parts.InvariantRotary,
     "router": experts.Router,
     "experts": experts.Experts,
@@ -33,8 +35,9 @@ _CONTAINERS = ("Model", "ForCausalLM", "DecoderLayer", "Attention", "ModuleList"
 """Ends of class names of modules that hold others, or whose own forward is elementwise."""
 _EXACT = ("Embedding", "ScaledWordEmbedding", "Identity")
 """Ends of class names of modules that move numbers, or multiply each by a constant."""
-_ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
-"""Rotary embeddings whose frequencies do not depend on the length of what they are called with."""
+_ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic")
+"""Rotary embeddings whose frequencies do not depend on the length of what they are called with, the last two
+for documents within the model's positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +45,8 @@ class Report:
     """The parts that `convert` swapped and left, and the verdicts of the self-test."""
 
     replaced: Mapping[str, int] = field(default_factory=dict)
-    """Parts that were swapped, by kind: "linear", "adapted linear", "rms_norm", "mlp", "rotary", "router",
-    "experts", "shared expert"."""
+    """Parts that were swapped, by kind: "linear", "adapted linear", "rms_norm", "layer_norm", "mlp",
+    "fused mlp", "rotary", "router", "experts", "shared expert"."""
     stock: Mapping[str, int] = field(default_factory=dict)
     """Parts left as they are, by class, because their rows are independent: embeddings, containers."""
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
@@ -90,8 +93,12 @@ def convert(
             parts.swap_adapted(part)
         elif kind == "rms_norm":
             parts.swap_norm(part, FORMS[type(part).__name__])  # type: ignore[arg-type]
+        elif kind == "layer_norm":
+            parts.swap_layer_norm(part, FORMS[type(part).__name__])  # type: ignore[arg-type]
         elif kind == "mlp":
             parts.swap_mlp(part, _activation(name, part))
+        elif kind == "fused mlp":
+            parts.swap_fused_mlp(part, _activation(name, part))
         elif kind == "router":
             experts.swap_router(part)
         elif kind == "experts":
@@ -99,7 +106,7 @@ def convert(
         elif kind == "shared expert":
             experts.swap_shared_block(part)
         else:
-            parts.swap_rotary(part)
+            parts.swap_rotary(part, FORMS[type(part).__name__])  # type: ignore[arg-type]
     device = device or next(module.parameters()).device
     verdicts = {} if device.type == "meta" else self_test(module, device=device, dtype=dtype)
     return Report(replaced=replaced, stock=stock, verdicts=verdicts)
@@ -139,13 +146,13 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
     activations = {_activation_plan(p, cuda=cuda) for p in module.modules() if isinstance(p, _GATED)}
     return {
         "gemm": " + ".join(sorted([*plans, *_expert_plans(module, cuda=cuda)])),
-        "norm": f"rms_norm {where}",
+        "norm": " + ".join(f"{name} {where}" for name in _norms(module)),
         "activation": " + ".join(sorted(activations)),
         "logprob": f"token_stats {where}",
     }
 
 
-_GATED = (parts.InvariantMLP, experts.InvariantExperts)
+_GATED = (parts.InvariantMLP, parts.InvariantFusedMLP, experts.InvariantExperts)
 
 
 def _activation_plan(part: Any, *, cuda: bool) -> str:
@@ -153,6 +160,11 @@ def _activation_plan(part: Any, *, cuda: bool) -> str:
         return f"{part.activation} cpu-row"
     own = isinstance(part, experts.InvariantExperts) and part.activation == "silu"
     return f"{part.activation} {'triton-row' if own else 'stock'}"
+
+
+def _norms(module: nn.Module) -> list[str]:
+    kinds = {"rms_norm": parts.InvariantNorm, "layer_norm": parts.InvariantLayerNorm}
+    return [name for name, kind in kinds.items() if any(isinstance(p, kind) for p in module.modules())]
 
 
 def _expert_plans(module: nn.Module, *, cuda: bool) -> list[str]:
@@ -174,7 +186,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules, except those that a converted MLP calls through its op (its activation), and the
     containers of embeddings' adapters."""
     for name, part in module.named_modules():
-        if not name.endswith((".act_fn", ".lora_embedding_A", ".lora_embedding_B")):
+        if not name.endswith((".act_fn", ".activation_fn", ".lora_embedding_A", ".lora_embedding_B")):
             yield name, part
 
 
@@ -196,9 +208,14 @@ def _kind(name: str, part: nn.Module) -> str | None:
     match FORMS.get(label):
         case RMSNorm():
             return "rms_norm"
+        case LayerNorm():
+            return "layer_norm"
         case GatedMLP():
             _activation(name, part)
             return "mlp"
+        case FusedMLP():
+            _activation(name, part)
+            return "fused mlp"
         case Rotary():
             _check_rotary(name, part)
             return "rotary"
@@ -243,7 +260,7 @@ def _check_rotary(name: str, part: Any) -> None:
 def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
     seen: dict[torch.dtype, str] = {}
     for name, part, kind in todo:
-        if kind in ("linear", "rms_norm"):
+        if kind in ("linear", "rms_norm", "layer_norm"):
             for label, parameter in part.named_parameters(recurse=False):
                 seen.setdefault(parameter.dtype, f"{name}.{label}")
     if len(seen) > 1:

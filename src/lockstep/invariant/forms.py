@@ -15,16 +15,40 @@ class RMSNorm:
     """The attribute with epsilon."""
     unit_offset: bool = False
     """Whether 1 is added to the weight."""
+    rounded_last: bool = False
+    """Whether the product with the weight is in float32 and rounded once, as it is with `unit_offset`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNorm:
+    """weight * (x - mean(x)) / std(x), over the last dimension, in float32; without a bias. The weight may be
+    one of each head, [N, H]."""
+
+    epsilon: str = "variance_epsilon"
+    """The attribute with epsilon."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GatedMLP:
     """down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
 
+    dropout: bool = False
+    """Whether a dropout comes last; models whose config turns it on are refused."""
+
 
 @dataclass(frozen=True, slots=True)
+class FusedMLP:
+    """down_proj(act(gate) * up), gate and up the halves of gate_up_proj(x)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rotary:
     """cos and sin of positions, with frequencies in buffers."""
+
+    layout: Literal["halves", "pairs", "once"] = "halves"
+    """The columns: all frequencies twice, each twice in a row, or all once."""
+    rounded: bool = True
+    """Whether they are rounded to the dtype of the hidden states."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +78,7 @@ class ExpertBlock:
     """Whether one expert is for all tokens, under a sigmoid gate of its own, as in Qwen2-MoE."""
 
 
-Form = RMSNorm | GatedMLP | Rotary | TopRouter | GroupedExperts | ExpertBlock
+Form = RMSNorm | LayerNorm | GatedMLP | FusedMLP | Rotary | TopRouter | GroupedExperts | ExpertBlock
 """What a class computes; `lockstep.invariant.convert` knows a row-invariant form of each."""
 
 FORMS: dict[str, Form] = {}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.invariant.few_rows import MOST_ROWS, few_rows
-from lockstep.invariant.forms import RMSNorm
+from lockstep.invariant.forms import LayerNorm, RMSNorm, Rotary
 from lockstep.invariant.row_ops import (
     TILES,
     gelu_and_mul,
@@ -24,6 +24,7 @@ from lockstep.invariant.row_ops import (
     rms_norm,
     rotary,
     silu_and_mul,
+    standardise,
     tiled_product,
     token_stats,
 )
@@ -120,10 +121,23 @@ class InvariantNorm(Invariant):
     weight: Tensor
     norm_eps: float
     unit_offset: bool
+    rounded_last: bool
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        out: Tensor = rms_norm(hidden_states, self.weight, self.norm_eps, self.unit_offset)
+        options = (self.norm_eps, self.unit_offset, self.rounded_last)
+        out: Tensor = rms_norm(hidden_states, self.weight, *options)
         return out
+
+
+class InvariantLayerNorm(Invariant):
+    """LayerNorm over the last dimension, without a bias."""
+
+    weight: Tensor
+    norm_eps: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        normed: Tensor = standardise(hidden_states, self.norm_eps)
+        return (self.weight.float() * normed).to(hidden_states.dtype)
 
 
 class InvariantMLP(Invariant):
@@ -145,16 +159,39 @@ class InvariantMLP(Invariant):
         return out
 
 
+class InvariantFusedMLP(Invariant):
+    """down(act(gate) * up) of gate and up from one linear."""
+
+    gate_up_proj: nn.Module
+    down_proj: nn.Module
+    activation_fn: Callable[[Tensor], Tensor]
+    activation: str
+
+    def act(self, gate_up: Tensor) -> Tensor:
+        """[..., N] of gate and up, [..., 2 N]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if gate_up.is_cuda:
+            return self.activation_fn(gate) * up
+        return (silu_and_mul if self.activation == "silu" else gelu_and_mul)(gate, up)  # type: ignore[no-any-return]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act(self.gate_up_proj(hidden_states)))
+        return out
+
+
 class InvariantRotary(Invariant):
     """cos and sin of the positions, the same in eager code and in any graph."""
+
+    form: Rotary
 
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> tuple[Tensor, Tensor]:
         prefix = "" if layer_type is None else f"{layer_type}_"
         scaling = float(getattr(self, f"{prefix}attention_scaling"))
-        cos, sin = rotary(position_ids, getattr(self, f"{prefix}inv_freq").to(x.device), scaling)
-        return cos.to(x.dtype), sin.to(x.dtype)
+        inv_freq = getattr(self, f"{prefix}inv_freq").to(x.device)
+        cos, sin = rotary(position_ids, inv_freq, scaling, self.form.layout)
+        return (cos.to(x.dtype), sin.to(x.dtype)) if self.form.rounded else (cos, sin)
 
 
 @functools.cache
@@ -177,7 +214,13 @@ def swap_adapted(part: nn.Module) -> None:
 def swap_norm(part: nn.Module, form: RMSNorm) -> None:
     """Swap an RMSNorm."""
     epsilon = float(getattr(part, form.epsilon))
-    swap(part, InvariantNorm, norm_eps=epsilon, unit_offset=form.unit_offset)
+    options = {"unit_offset": form.unit_offset, "rounded_last": form.rounded_last}
+    swap(part, InvariantNorm, norm_eps=epsilon, **options)
+
+
+def swap_layer_norm(part: nn.Module, form: LayerNorm) -> None:
+    """Swap a layer norm."""
+    swap(part, InvariantLayerNorm, norm_eps=float(getattr(part, form.epsilon)))
 
 
 def swap_mlp(part: nn.Module, activation: str) -> None:
@@ -185,9 +228,14 @@ def swap_mlp(part: nn.Module, activation: str) -> None:
     swap(part, InvariantMLP, activation=activation)
 
 
-def swap_rotary(part: nn.Module) -> None:
+def swap_fused_mlp(part: nn.Module, activation: str) -> None:
+    """Swap a gated MLP with one linear for gate and up."""
+    swap(part, InvariantFusedMLP, activation=activation)
+
+
+def swap_rotary(part: nn.Module, form: Rotary) -> None:
     """Swap a rotary embedding."""
-    swap(part, InvariantRotary)
+    swap(part, InvariantRotary, form=form)
 
 
 def swap(part: nn.Module, mixin: type, **attributes: Any) -> None:

@@ -51,39 +51,48 @@ def from_rows(rows: Tensor, like: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 @torch.library.custom_op("lockstep::rms_norm", mutates_args=(), device_types="cpu")
-def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, rounded_last: bool = False) -> Tensor:
     """transformers' RMSNorm over the last dimension, computed in float32.
 
-    weight * normed.to(x.dtype), or Gemma's (normed * (1 + weight)).to(x.dtype) with `unit_offset`.
+    weight * normed.to(x.dtype), or (normed * weight).to(x.dtype) with `rounded_last`, or Gemma's
+    (normed * (1 + weight)).to(x.dtype) with `unit_offset`.
     """
     rows, order = as_rows(x)
     wide = rows.float()
     mean = row_sums(wide * wide).div_(wide.shape[1])
     normed = wide * torch.rsqrt(mean + eps)[:, None]
-    normed = (normed * (1.0 + weight.float())).to(x.dtype) if unit_offset else weight * normed.to(x.dtype)
+    if unit_offset or rounded_last:
+        normed = (normed * (weight.float() + float(unit_offset))).to(x.dtype)
+    else:
+        normed = weight * normed.to(x.dtype)
     return from_rows(normed, x, order)
 
 
 @rms_norm.register_kernel("cuda")
-def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+def _rms_norm_cuda(
+    x: Tensor, weight: Tensor, eps: float, unit_offset: bool, rounded_last: bool = False
+) -> Tensor:
     from lockstep.invariant import triton_kernels
 
     rows, order = as_rows(x)
-    return from_rows(triton_kernels.rms_norm(rows, weight, eps, unit_offset=unit_offset), x, order)
+    out = triton_kernels.rms_norm(rows, weight, eps, unit_offset=unit_offset, rounded_last=rounded_last)
+    return from_rows(out, x, order)
 
 
 @rms_norm.register_fake
-def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+def _rms_norm_fake(
+    x: Tensor, weight: Tensor, eps: float, unit_offset: bool, rounded_last: bool = False
+) -> Tensor:
     rows, order = as_rows(x)
     return from_rows(torch.empty_like(rows), x, order)
 
 
 def _rms_norm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, ctx.eps, ctx.unit_offset = inputs
+    x, weight, ctx.eps, ctx.unit_offset, ctx.rounded_last = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _rms_norm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+def _rms_norm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """With n = x r, r = rsqrt(mean(x^2) + eps), g = dy * scale: dx = r (g - n mean(g n)), dw = sum dy n."""
     x, weight = ctx.saved_tensors
     wide, grad = x.float(), dy.float()
@@ -95,12 +104,55 @@ def _rms_norm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | No
         dx = (r * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(x.dtype)
     if ctx.needs_input_grad[1]:
         # The factor of the weight in forward: without the offset that is the rounded value.
-        rounded = normed if ctx.unit_offset else normed.to(x.dtype).float()
+        rounded = normed if ctx.unit_offset or ctx.rounded_last else normed.to(x.dtype).float()
         dweight = (grad * rounded).flatten(0, -2).sum(0).to(weight.dtype)
-    return dx, dweight, None, None
+    return dx, dweight, None, None, None
 
 
 rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_context)
+
+
+# --- standardise ---
+
+
+@torch.library.custom_op("lockstep::standardise", mutates_args=(), device_types="cpu")
+def standardise(x: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the last dimension, float32: a layer norm without its weight."""
+    rows, order = as_rows(x)
+    wide = rows.float()
+    centred = wide - row_sums(wide).div_(wide.shape[1])[:, None]
+    variance = row_sums(centred * centred).div_(wide.shape[1])
+    return from_rows(centred * torch.rsqrt(variance + eps)[:, None], x, order)
+
+
+@standardise.register_kernel("cuda")
+def _standardise_cuda(x: Tensor, eps: float) -> Tensor:
+    from lockstep.invariant import triton_kernels
+
+    rows, order = as_rows(x)
+    return from_rows(triton_kernels.standardise(rows, eps), x, order)
+
+
+@standardise.register_fake
+def _standardise_fake(x: Tensor, eps: float) -> Tensor:
+    rows, order = as_rows(x)
+    return from_rows(torch.empty_like(rows, dtype=torch.float32), x, order)
+
+
+def _standardise_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.eps = inputs
+    ctx.save_for_backward(x, output)
+
+
+def _standardise_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    """With n the output and r = 1 / sqrt(var + eps): dx = r (dy - mean(dy) - n mean(dy n))."""
+    x, normed = ctx.saved_tensors
+    r = torch.rsqrt(x.float().var(-1, correction=0, keepdim=True) + ctx.eps)
+    dx = dy - dy.mean(-1, keepdim=True) - normed * (dy * normed).mean(-1, keepdim=True)
+    return (r * dx).to(x.dtype), None
+
+
+standardise.register_autograd(_standardise_backward, setup_context=_standardise_context)
 
 
 # --- activations ---
@@ -360,17 +412,28 @@ def _block_mass_fake(logits: Tensor, scale: float, cap: float | None, block: int
 
 
 @torch.library.custom_op("lockstep::rotary", mutates_args=())
-def rotary(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """transformers' rotary tables: cos and sin [..., 2 F] float32 of positions [...] times inv_freq [F]."""
+def rotary(
+    positions: Tensor, inv_freq: Tensor, scaling: float, layout: str = "halves"
+) -> tuple[Tensor, Tensor]:
+    """transformers' rotary tables: cos and sin [..., 2 F] float32 of positions [...] times inv_freq [F].
+
+    Args:
+        layout: see lockstep.invariant.forms.Rotary; with "once" they are [..., F].
+    """
     # float32 counts exactly up to 2^24, beyond any context.
     angles = positions[..., None].float() * inv_freq.float()
-    both = torch.cat((angles, angles), dim=-1)
-    return both.cos() * scaling, both.sin() * scaling
+    if layout == "halves":
+        angles = torch.cat((angles, angles), dim=-1)
+    elif layout == "pairs":
+        angles = angles.repeat_interleave(2, dim=-1)
+    return angles.cos() * scaling, angles.sin() * scaling
 
 
 @rotary.register_fake
-def _rotary_fake(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    shape = (*positions.shape, 2 * inv_freq.shape[0])
+def _rotary_fake(
+    positions: Tensor, inv_freq: Tensor, scaling: float, layout: str = "halves"
+) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, inv_freq.shape[0] * (1 if layout == "once" else 2))
     return (
         inv_freq.new_empty(shape, dtype=torch.float32),
         inv_freq.new_empty(shape, dtype=torch.float32),

@@ -285,17 +285,19 @@ def _few_rows_blocks(num_rows: int, num_cols: int, processors: int) -> _Blocks:
 
 
 @triton.jit
-def _rms_norm_kernel(  # signature: pointers, sizes and constants of a Triton kernel
+def _norm_kernel(  # signature: pointers, sizes and constants of a Triton kernel
     x_ptr,
     weight_ptr,
     out_ptr,
     width,
     eps,
+    CENTRED: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    ROUNDED_LAST: tl.constexpr,
     OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: see lockstep.invariant.row_ops.rms_norm."""
+    """One row: see rms_norm, and with CENTRED standardise, in lockstep.invariant.row_ops."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -306,33 +308,41 @@ def _rms_norm_kernel(  # signature: pointers, sizes and constants of a Triton ke
     x = tl.load(x_ptr + first + cols, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)
     wide = x.to(tl.float32)
+    if CENTRED:
+        wide = tl.where(inside, wide - tl.sum(wide, 0) / width, 0.0)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    if UNIT_OFFSET:
+    if CENTRED:
+        out = normed
+    elif UNIT_OFFSET:
         out = (normed * (1.0 + weight.to(tl.float32))).to(x.dtype)
+    elif ROUNDED_LAST:
+        out = (normed * weight.to(tl.float32)).to(x.dtype)
     else:
         out = (normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
     tl.store(out_ptr + first + cols, out, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool, rounded_last: bool = False
+) -> Tensor:
     """x [R, C], contiguous; one program a row."""
-    out = torch.empty_like(x)
+    return _norm(x, weight, torch.empty_like(x), eps, UNIT_OFFSET=unit_offset, ROUNDED_LAST=rounded_last)
+
+
+def standardise(x: Tensor, eps: float) -> Tensor:
+    """x [R, C], contiguous -> float32; one program a row."""
+    return _norm(x, x, torch.empty_like(x, dtype=torch.float32), eps, CENTRED=True)
+
+
+def _norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, **kind: bool) -> Tensor:
     if x.shape[0] == 0:
         return out
     x, width = _aligned(x), x.shape[1]
     block = triton.next_power_of_2(width)
+    kinds = {"CENTRED": False, "UNIT_OFFSET": False, "ROUNDED_LAST": False} | kind
+    sizes = {"BLOCK": block, "num_warps": _warps(block), **_overlap(x)}
     with _on(x):
-        _rms_norm_kernel[(x.shape[0],)](
-            x,
-            weight,
-            out,
-            width,
-            eps,
-            UNIT_OFFSET=unit_offset,
-            BLOCK=block,
-            num_warps=_warps(block),
-            **_overlap(x),
-        )
+        _norm_kernel[(x.shape[0],)](x, weight, out, width, eps, **kinds, **sizes)
     return out
 
 

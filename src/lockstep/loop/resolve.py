@@ -201,6 +201,10 @@ def resolve(
     dtype = str(resolve_dtype(run.model.dtype, device)).removeprefix("torch.")
     where = {"device": machine.device, "dtype": dtype}
     attention = resolve_attention(run.train.attention, batch_invariant=run.train.batch_invariant, **where)
+    chosen = attention == "varlen" and run.train.attention == "auto" and not run.train.batch_invariant
+    if chosen and shape(dtype=resolve_dtype(run.model.dtype, device)).capped:
+        attention = "flex"  # flash kernels have no caps
+        run = _with_train(run, attention=attention)
     own = own_support(run, attention=attention)
     invariant = run.train.batch_invariant
     if invariant is None:

@@ -21,7 +21,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from lockstep.common_errors import other_tensors
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
-from lockstep.models.architectures import causal_lm, check_rope, hf_config, silence_transformers
+from lockstep.models.architectures import (
+    causal_lm,
+    check_rope,
+    hf_config,
+    max_positions,
+    silence_transformers,
+)
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import ADAPTER, ADAPTER_PREFIX, copy_without_adapter
 from lockstep.models.load import (
@@ -34,7 +40,7 @@ from lockstep.models.load import (
     skeleton,
 )
 from lockstep.models.lora import merged_state_dict
-from lockstep.models.published import as_published
+from lockstep.models.published import as_published, quant_method
 from lockstep.models.shapes import PREFIX, shape_config
 from lockstep.models.source import aliases
 from lockstep.observe.files import naming, read_json, write_atomic
@@ -333,13 +339,14 @@ def model_facts(config: ModelConfig) -> ModelFacts:
     return ModelFacts(
         tokenizer=load_tokenizer(config),
         vocab_size=int(text.vocab_size),
-        max_positions=int(text.max_position_embeddings),
+        max_positions=max_positions(text),
     )
 
 
 def exported_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) -> ExportedModel:
     """Return a model's folder: its own if an engine can load it unchanged, else `work_dir`/model: written for
-    random weights (`shape:`) and models of which only some layers are kept, or without an adapter's files.
+    random weights (`shape:`), quantised ones and models of which only some layers are kept, or without an
+    adapter's files.
 
     Raises:
         ModelError: see lockstep.models.load.load_model.
@@ -349,7 +356,12 @@ def exported_folder(config: ModelConfig, *, device: torch.device, work_dir: Path
             load_model(config, attention="sdpa", device=torch.device("cpu")), work_dir=work_dir
         )
     folder = model_folder(config)
-    text = read_config(folder, config).get_text_config()
+    whole = read_config(folder, config)
+    if quant_method(whole):  # it is trained dequantised
+        return export_model(
+            load_model(config, attention="sdpa", device=torch.device("cpu")), work_dir=work_dir
+        )
+    text = whole.get_text_config()
     tokenizer = load_tokenizer(config)
     file = folder / "generation_config.json"
     generation = read_json(file, ModelError) if file.is_file() else {}

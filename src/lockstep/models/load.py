@@ -24,6 +24,8 @@ from lockstep.models.architectures import (
     ARCHITECTURES,
     causal_lm,
     check_architecture,
+    check_kernel,
+    max_positions,
     silence_transformers,
     text_config,
 )
@@ -39,10 +41,12 @@ from lockstep.models.folder import (
     without_adapter,
 )
 from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, with_one_label
+from lockstep.models.published import forget_quantisation, quant_method
 from lockstep.models.source import (
     WeightSource,
     bundled_config,
     bundled_folder,
+    fill_from,
     folder_source,
     kept_buffers,
     module_without_weights,
@@ -125,6 +129,8 @@ class OpenedModel:
     """See LoadedModel."""
     config: PretrainedConfig
     """Checked, as the module is built from it."""
+    quantised: str
+    """How the folder's weights are; see lockstep.models.published.quant_method."""
 
     @property
     def text(self) -> PretrainedConfig:
@@ -134,7 +140,7 @@ class OpenedModel:
     @property
     def max_positions(self) -> int:
         """See LoadedModel."""
-        return int(self.text.max_position_embeddings)
+        return max_positions(self.text)
 
 
 def open_model(config: ModelConfig, head: HeadKind = "logits") -> OpenedModel:
@@ -154,6 +160,7 @@ def open_model(config: ModelConfig, head: HeadKind = "logits") -> OpenedModel:
         head=head,
         folder=folder,
         tokenizer=tokenizer,
+        quantised=quant_method(hf_config),
         config=_prepared(hf_config, config, head),
     )
 
@@ -180,7 +187,7 @@ def load_model(
     Raises:
         ModelError: the model cannot be found or read, has weights missing, is not supported, or fails the
             proof of lockstep.models.admission.
-        ConfigError: model.lora is set and peft is missing, or its target_modules do not fit the model.
+        ConfigError: the kernel lacks what the model needs, peft is missing, or target_modules do not fit.
     """
     from lockstep.models.admission import admit  # lazy: `lockstep plan` and `doctor` need no kernels
 
@@ -190,6 +197,7 @@ def load_model(
     opened = opened or open_model(config, head)
     head = opened.head
     folder, tokenizer, hf_config = opened.folder, opened.tokenizer, copy.deepcopy(opened.config)
+    check_kernel(hf_config, attention)
     if folder is None:
         make = shapes.random_model if materialize else random_source
         model = make(
@@ -201,7 +209,7 @@ def load_model(
         _check_generation(folder)
         if head == "scalar":
             check_score(folder, name=config.name)
-        if materialize:
+        if materialize and not opened.quantised:
             module = _read_module(folder, hf_config, config, dtype=dtype, attention=implementation, head=head)
             module = module.to(device).eval()
             if head == "scalar" and SCORE_WEIGHT not in tensor_files(folder):
@@ -213,6 +221,8 @@ def load_model(
                 hf_config, dtype=dtype, device=_CPU, attention=implementation, head=head
             )
             source = folder_source(folder, module, config=config, device=device)
+            if materialize:
+                module, source = fill_from(module, source, device=device), None
     experts.install(module)
     # Every rank reads all of a folder's routers, which are small; random weights are finite.
     read = None if source is None or folder is None else functools.partial(source.read, device=_CPU)
@@ -439,11 +449,7 @@ def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
 
 def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) -> PretrainedConfig:
     check_architecture(hf_config)
-    if getattr(hf_config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"unsupported-model: model.name = {config.name!r} has quantised weights, which cannot be "
-            "trained; use the original, unquantised model"
-        )
+    forget_quantisation(hf_config, name=config.name)
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
     return with_one_label(hf_config) if head == "scalar" else hf_config
@@ -593,5 +599,5 @@ def check_positions(
         subject = subject or f"{setting} allows documents of {longest} tokens"
         raise ConfigError(
             f"too-long: {subject}, which exceeds the {model.max_positions} positions of {model.name} "
-            f"(max_position_embeddings); lower {setting} to {model.max_positions}"
+            f"(max_position_embeddings or rope_parameters); lower {setting} to {model.max_positions}"
         )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.common_errors import missing_package
-from lockstep.config.model import ALL_LINEAR, LoraConfig
+from lockstep.config.model import ALL_LINEAR, AUTO, LoraConfig
 from lockstep.errors import ConfigError
 from lockstep.invariant.experts import Experts, Router
-from lockstep.models.architectures import causal_lm
+from lockstep.models.architectures import architecture_of, causal_lm, text_config
 from lockstep.models.heads import scalar_head
 from lockstep.models.source import WeightSource
 
@@ -39,13 +39,13 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         raise missing_package("model.lora", "peft", extra="lora")
     import peft
 
-    check_targets(module, config.target_modules)
-    every_linear = config.target_modules == (ALL_LINEAR,)
+    targets = list(targets_of(module, config))
+    check_targets(module, targets)
     adapter = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only multiplies by it
         lora_dropout=config.dropout,
-        target_modules=_linear_names(module) if every_linear else list(config.target_modules),
+        target_modules=targets,
         bias="none",
     )
     device = next(module.parameters()).device
@@ -59,6 +59,15 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         scores.requires_grad_(True)
 
 
+def targets_of(module: nn.Module, config: LoraConfig) -> tuple[str, ...]:
+    """Return the names that `config.target_modules` means for a module: with "auto" those of its
+    architecture's record, without a record all linear modules."""
+    linear = _linear_names(module)
+    if config.target_modules == (AUTO,) and (record := architecture_of(text_config(module))) is not None:
+        return tuple(name for name in (*record.attention_linears, *record.mlp_linears) if name in linear)
+    return tuple(linear) if config.target_modules in ((ALL_LINEAR,), (AUTO,)) else config.target_modules
+
+
 def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
     """Check that every target names linear modules of the decoder, as peft looks for them: by the whole path,
     or by its end.
@@ -68,8 +77,6 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
     Raises:
         ConfigError: a target names no module, or one that is not adapted.
     """
-    if tuple(targets) == (ALL_LINEAR,):
-        return
     linear = set(_linear_names(module))
     for target in targets:
         found = [

@@ -14,7 +14,14 @@ from torch import nn
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig, token_slots
-from lockstep.models.architectures import architecture_of, is_moe, kv_heads, option, text_config
+from lockstep.models.architectures import (
+    architecture_of,
+    caps_scores,
+    is_moe,
+    kv_heads,
+    option,
+    text_config,
+)
 from lockstep.ops.logprobs import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
@@ -79,6 +86,7 @@ def module_shape(module: nn.Module) -> ModelShape:
         // config.num_hidden_layers,
         num_experts=option(config, "num_local_experts", None) or option(config, "num_experts", 0) or 0,
         native=record is not None and record.native,
+        capped=caps_scores(config),
         compiles=record is not None and not is_moe(config),
     )
 
@@ -239,6 +247,8 @@ class ModelShape:
     """Experts of a layer; 0: the model has none."""
     native: bool = True
     """Whether engine native can call the layers."""
+    capped: bool = False
+    """Whether attention scores have soft caps."""
     compiles: bool = True
     """Whether tests cover compiled execution of the architecture."""
 

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from lockstep.invariant import experts
 from lockstep.models import shapes
 from lockstep.models.architectures import architecture_of, option, rope_parameters
+from lockstep.models.architectures.checks import BOUNDED
 from lockstep.models.heads import HeadKind
 
 LENGTHS = (3, 9, 20, 40)
@@ -25,6 +26,8 @@ WINDOW = 6
 POSITIONS = 16
 """The shortest length that the config names, such as a rotary embedding's original one; others in
 proportion."""
+BOUND = 64
+"""The same, where no document may be longer: see `lockstep.models.architectures.max_positions`."""
 VOCABULARY = 64
 _HEAD_GROUP = 8
 
@@ -77,11 +80,18 @@ def _shrink_lengths(small: Any) -> None:
     """Scale all lengths by one factor, so that their ratios stay the same."""
     ropes = rope_parameters(small)
     originals = [rope[_ORIGINAL] for rope in ropes if rope.get(_ORIGINAL)]
-    scale = POSITIONS / min(originals, default=small.max_position_embeddings)
+    # Learned positions are a table of that length.
+    bounded = not ropes or any(rope.get("rope_type") in BOUNDED for rope in ropes)
+    scale = (BOUND if bounded else POSITIONS) / min(originals, default=small.max_position_embeddings)
     for rope in ropes:
         if rope.get(_ORIGINAL):
             rope[_ORIGINAL] = max(1, round(rope[_ORIGINAL] * scale))
-    small.max_position_embeddings = max(1, round(small.max_position_embeddings * scale))
+    for key in (
+        "max_position_embeddings",
+        _ORIGINAL,
+    ):  # the second is Phi 3's, which writes it over the rope's
+        if getattr(small, key, None):
+            setattr(small, key, max(1, round(getattr(small, key) * scale)))
 
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -112,8 +122,13 @@ def _shrink_heads(small: Any) -> None:
         small.num_attention_heads = min(heads, 2)
         small.hidden_size = small.num_attention_heads * head_dim
         return
-    small.head_dim = head_dim
     small.num_key_value_heads = min(kv_heads, 2)
+    if getattr(small, "head_dim", None) is None and architecture_of(small) is None:
+        # Nothing says whether the model would read one: it may follow from the hidden size.
+        small.num_attention_heads = small.num_key_value_heads * min(heads // kv_heads, 2)
+        small.hidden_size = small.num_attention_heads * head_dim
+        return
+    small.head_dim = head_dim
     small.num_attention_heads = small.num_key_value_heads * min(heads // kv_heads, _HEAD_GROUP)
     # A multiple of the number of heads, as transformers asks.
     small.hidden_size = small.num_attention_heads * -(-64 // small.num_attention_heads)

@@ -14,7 +14,7 @@ from lockstep import attention, invariant
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ModelError
 from lockstep.execution import compile_blocks
-from lockstep.models.architectures import architecture_of
+from lockstep.models.architectures import architecture_of, caps_scores
 from lockstep.models.forward import hidden_states
 from lockstep.models.heads import SCORE_WEIGHT, linear_values, scalar_head, with_one_label
 from lockstep.models.lora import add_lora
@@ -28,6 +28,7 @@ from lockstep.models.proof_rows import (
     eager_figures,
     figures,
     fresh,
+    kernels_of,
     largest_gap,
     sample,
 )
@@ -42,6 +43,11 @@ def invariant_gaps(small: PretrainedConfig) -> list[Gap]:
     Raises:
         ModelError: a part has no batch-invariant form.
     """
+    if caps_scores(small):
+        raise ModelError(
+            f"not-batch-invariant: {small.model_type} caps its scores, and no row-invariant form of such "
+            "attention is known; set train.batch_invariant = false"
+        )
     own, _ = corpora()
     module = _converted(small)
     packed = _packed(module, own)
@@ -122,7 +128,7 @@ def compiled_gaps(small: PretrainedConfig) -> list[Gap]:
     if architecture_of(small) is None:
         raise ModelError(f"unsupported-model: {small.model_type} has no record, and such models train eager")
     own, _ = corpora()
-    module = random_miniature(small, attention=attention.implementation("varlen"))
+    module = random_miniature(small, attention=attention.implementation(kernels_of(small)[-1]))
     compile_blocks(module)
     return compare("packed, compiled", _packed(module, own), eager_figures(small, own), own)
 

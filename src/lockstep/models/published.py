@@ -1,19 +1,70 @@
 """Names of weights in published folders, where transformers computes with others: the experts of a layer are
-two three-dimensional Parameters, and in files a matrix or two for each expert."""
+two three-dimensional Parameters, and in files a matrix or two for each expert, or blocks of four-bit
+numbers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lockstep.models.architectures import causal_lm, is_moe, text_config
+from lockstep.errors import ModelError
+from lockstep.models.architectures import architecture_of, causal_lm, is_moe, text_config
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What the names of a Parameter's two tensors end in, in MXFP4."""
+# The sign, two bits of exponent and one of mantissa, in the order of their bits.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_BIAS = 127
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the weights [E, K, N] float32 of MXFP4 tensors; all are exact in bfloat16.
+
+    Source: OCP Microscaling Formats (MX) 1.0: 32 numbers E2M1 share a scale E8M0.
+
+    Args:
+        blocks: [E, N, K / 32, 16] uint8, two numbers in each, the first in the low bits.
+        scales: [E, N, K / 32] uint8, exponents of 2 plus 127.
+    """
+    pairs = torch.stack((blocks & 0x0F, blocks >> 4), -1).flatten(-2)
+    values = torch.tensor(_FP4).index_select(0, pairs.flatten().int()).view(pairs.shape)
+    return torch.ldexp(values, scales.int()[..., None] - _BIAS).flatten(-2).transpose(1, 2)
+
+
+def quant_method(config: PretrainedConfig) -> str:
+    """How the weights in a config's folder are quantised, such as "mxfp4"; empty: they are not."""
+    quantised: Any = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return ""
+    return str(quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised)
+
+
+def forget_quantisation(config: PretrainedConfig, *, name: str) -> None:
+    """Make a config that of the dequantised model, in place, which is what is trained and exported.
+
+    Args:
+        name: ModelConfig.name, for errors.
+
+    Raises:
+        ModelError: such weights are not dequantised.
+    """
+    if not (method := quant_method(config)):
+        return
+    record = architecture_of(config)
+    if record is None or method not in record.dequantised:
+        raise ModelError(
+            f"unsupported-model: model.name = {name!r} has quantised weights ({method}), which cannot be "
+            "trained; use the original, unquantised model"
+        )
+    del config.quantization_config
 
 
 def as_published(bare: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -214,7 +214,7 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
     name = config.name
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        check_rope(hf_config)
+        check_rope(hf_config, bounded=False)
         if hf_config.num_labels != 1:
             raise ModelError(
                 f"wrong-shape: reward model {name!r} has {hf_config.num_labels} labels instead of 1, so it "

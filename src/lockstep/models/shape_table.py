@@ -199,6 +199,35 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny-cohere": _TINY
     | {"model_type": "cohere", "logit_scale": 0.25, "use_qk_norm": True, "tie_word_embeddings": True},
+    "tiny-gemma2": _TINY
+    | {
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "tiny-gpt-oss": _TINY
+    | {
+        "model_type": "gpt_oss",
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+        "tie_word_embeddings": False,
+    },
     "tiny-gemma": _TINY | {"model_type": "gemma", "tie_word_embeddings": True},
     "tiny-glm": _TINY | {"model_type": "glm", "attention_bias": True, "tie_word_embeddings": False},
     "tiny-exaone4": _TINY

@@ -35,7 +35,7 @@ from lockstep.models import shapes
 from lockstep.models.architectures import causal_lm, hf_config
 from lockstep.models.folder import check_fit, tensor_files, weight_errors
 from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, scalar_head
-from lockstep.models.published import published_pieces
+from lockstep.models.published import BLOCKS, SCALES, from_mxfp4, published_pieces
 from lockstep.observe.files import cache_root
 from lockstep.observe.tensor_file import save_tensors
 
@@ -206,6 +206,10 @@ class FolderSource:
         with self._errors():
             files = tensor_files(folder)
             self._place = _names_in_files(module, files)
+        if stored := _mxfp4_in_files(module, files):
+            became = str(self._dtype).removeprefix("torch.")
+            log.warning("experts in %s are MXFP4; they become %s, here and in exports", folder, became)
+            self._place |= stored
         self._pieces = self._pieces_in_files(module, files)
         self._fresh: ShapeSource | None = None
         unused: set[str] = set()
@@ -259,9 +263,23 @@ class FolderSource:
         # Not `contiguous()`, which keeps the memory of the whole where the part is contiguous.
         return whole[(slice(None), *rest)].clone(memory_format=torch.contiguous_format) if rest else whole
 
+    def _read_mxfp4(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
+        """Expert by expert: in float32 all of them would take twice the Parameter's memory."""
+        first, rest = (part[0], part[1:]) if part else (slice(None), ())
+        (blocks, path), (scales, other) = (self._place[name + end] for end in (BLOCKS, SCALES))
+        with self._errors(), safe_open(path, "pt") as file, safe_open(other, "pt") as more:
+            numbers, exponents = file.get_slice(blocks), more.get_slice(scales)
+            read = []
+            for one in range(*first.indices(numbers.get_shape()[0])):
+                values = from_mxfp4(numbers[one : one + 1], exponents[one : one + 1])[(slice(None), *rest)]
+                read.append(values.to(self._dtype))
+            return torch.cat(read).to(device)
+
     def _read(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
         if name in self._pieces:
             return self._read_pieces(name, part, device)
+        if name + BLOCKS in self._place:
+            return self._read_mxfp4(name, part, device)
         stored, path = self._place[name]
         # Opened for each read: pages of a mapped file that stays open count as this process's memory.
         with self._errors(), safe_open(path, framework="pt") as file:
@@ -276,7 +294,7 @@ class FolderSource:
         missing: list[str] = []
         mismatched: list[tuple[Any, ...]] = []
         for name, parameter in module.named_parameters():
-            if name not in self._place and name not in self._pieces:
+            if self._place.keys().isdisjoint((name, name + BLOCKS)) and name not in self._pieces:
                 if self._fresh is None or name != SCORE_WEIGHT:
                     missing.append(name)
             elif (shape := self._shape(name)) != tuple(parameter.shape):
@@ -298,6 +316,9 @@ class FolderSource:
             # Of the first expert; copying refuses others.
             shapes_of = [self._shape(one) for one in self._pieces[name][0]]
             return (len(self._pieces[name]), sum(shape[0] for shape in shapes_of), *shapes_of[0][1:])
+        if name + BLOCKS in self._place:
+            experts, outputs, groups, held = self._shape(name + BLOCKS)
+            return experts, groups * held * 2, outputs
         stored, path = self._place[name]
         with self._errors(), safe_open(path, framework="pt") as file:
             return tuple(file.get_slice(stored).get_shape())
@@ -313,6 +334,22 @@ class FolderSource:
             if not torch.equal(self._read(left, part, cpu), self._read(right, part, cpu)):
                 return False
         return True
+
+
+def _mxfp4_in_files(module: nn.Module, files: Mapping[str, Path]) -> dict[str, tuple[str, Path]]:
+    """Parameter name and ending -> (name in its file, file), for those that are stored as MXFP4."""
+    names = [name + end for name, _ in module.named_parameters() for end in (BLOCKS, SCALES)]
+    return {name: (name, files[name]) for name in names if name in files}
+
+
+def fill_from(module: nn.Module, source: WeightSource, *, device: torch.device) -> nn.Module:
+    """Allocate the Parameters of a module on the meta device, in place, and read all of them."""
+    with kept_buffers(module):
+        module.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(source.read(name, device=device))
+    return module
 
 
 def _names_in_files(module: nn.Module, files: Mapping[str, Path]) -> dict[str, tuple[str, Path]]:

@@ -198,7 +198,8 @@ class PartialRollouts:
                 background.enough.set()
 
         def ends() -> bool:
-            return scores.failed or sampler.is_cancelled() or (background is not None and background.is_ending())
+            cut = background is not None and background.is_ending()
+            return cut or scores.failed or sampler.is_cancelled()
 
         def sample() -> None:
             tasks = [working[place].task_of(samples) for place, samples in running]

@@ -26,11 +26,11 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.native.engine import NativeEngine
 from lockstep.engine.spec import admit_decoding
-from lockstep.models.architectures import causal_lm
+from lockstep.models.architectures import architecture_of, causal_lm, text_config
 from lockstep.models.forward import decoder_inputs, run_decoder
 from lockstep.models.heads import head_options
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.lora import add_lora
+from lockstep.models.lora import add_lora, targets_of
 from lockstep.observe.files import write_json
 from lockstep.ops.logprobs import HeadOptions, head_logits, linear_logprobs
 from lockstep.packing import pack
@@ -48,8 +48,6 @@ ALPHA = 32.0
 MOST_RANK = 512
 MAX_BATCH = 64
 """Samples that are decoded together."""
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _HEAD_A, _HEAD_B = "parametrizations.weight.0.lora_A", "parametrizations.weight.0.lora_B"
 
 
@@ -63,15 +61,13 @@ class AdapterSpec:
     mlp: bool = True
     unembed: bool = True
 
-    @property
-    def config(self) -> LoraConfig:
-        """Those of the decoder."""
-        return LoraConfig(rank=self.rank, alpha=ALPHA, target_modules=self.targets)
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Names of the decoder's linears that have one."""
-        return (_ATTENTION if self.attention else ()) + (_MLP if self.mlp else ())
+    def config(self, module: nn.Module) -> LoraConfig:
+        """Those of a module's decoder."""
+        record = architecture_of(text_config(module))
+        of_attention = () if record is None else record.attention_linears
+        both = targets_of(module, LoraConfig())
+        targets = [name for name in both if (self.attention if name in of_attention else self.mlp)]
+        return LoraConfig(rank=self.rank, alpha=ALPHA, target_modules=tuple(targets))
 
     @property
     def shape(self) -> AdapterSpec:
@@ -157,7 +153,7 @@ class BaseModel:
         memo = {} if own else {id(p): p for p in self.loaded.module.parameters()}
         module = copy.deepcopy(self.loaded.module, memo)
         if spec is not None:
-            add_lora(module, spec.config, seed=spec.seed)
+            add_lora(module, spec.config(module), seed=spec.seed)
         invariant.convert(module)
         if spec is not None and spec.unembed:
             head: Any = causal_lm(module).get_output_embeddings()
@@ -250,13 +246,14 @@ class TrainingModel:
                 name = name.replace(given, written)
             renamed[f"base_model.model.{name.replace('.default.', '.')}"] = tensor.contiguous()
         write_tensors(folder / "adapter_model.safetensors", renamed)
+        targets = self.spec.config(self._module).target_modules
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.base.folder,
             "r": self.spec.rank,
             "lora_alpha": ALPHA,
-            "target_modules": [*self.spec.targets, *([head] if self.spec.unembed else [])],
+            "target_modules": [*targets, *([head] if self.spec.unembed else [])],
         }
         write_json(folder / "adapter_config.json", config)
 

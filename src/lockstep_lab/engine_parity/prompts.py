@@ -63,12 +63,12 @@ def make_prompts(
     import torch
 
     from lockstep.data.prompts import load_prompts
-    from lockstep.models.architectures import text_config
+    from lockstep.models.architectures import max_positions, text_config
     from lockstep.models.load import load_tokenizer, meta_module
 
     tokenizer = load_tokenizer(model)
     text = text_config(meta_module(model, dtype=torch.bfloat16))
-    positions = int(text.max_position_embeddings)
+    positions = max_positions(text)
     room = positions - max_tokens
     if room <= CACHE_BLOCK:
         raise ConfigError(

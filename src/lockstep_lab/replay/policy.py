@@ -16,7 +16,7 @@ from lockstep import invariant
 from lockstep.config.model import ModelConfig
 from lockstep.errors import RecordingError
 from lockstep.execution import joint_of
-from lockstep.models.architectures import text_config
+from lockstep.models.architectures import max_positions, text_config
 from lockstep.models.dtypes import DTYPES
 from lockstep.models.heads import HeadKind
 from lockstep.models.load import LoadedModel, load_model, meta_module
@@ -129,7 +129,7 @@ def model_size(config: ModelConfig, *, dtype: torch.dtype, head: HeadKind = "log
     text, full = text_config(module), text_config(whole)
     return ModelSize(
         vocab_size=int(text.vocab_size),
-        max_positions=int(text.max_position_embeddings),
+        max_positions=max_positions(text),
         num_layers=int(text.num_hidden_layers),
         num_layers_full=int(full.num_hidden_layers),
         parameter_bytes=_bytes(module),

@@ -34,7 +34,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.data.lazy import LazyItems
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError
-from lockstep.models.architectures import silence_transformers, text_config
+from lockstep.models.architectures import max_positions, silence_transformers, text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
 from lockstep.observe.files import json_lines, write_atomic, write_json
 from lockstep.observe.text import echo
@@ -114,7 +114,7 @@ def model_sizes(config: ModelConfig) -> Sizes:
         heads=heads,
         kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         vocab_size=int(text.vocab_size),
-        max_positions=int(text.max_position_embeddings),
+        max_positions=max_positions(text),
     )
 
 

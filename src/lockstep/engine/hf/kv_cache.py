@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from lockstep.attention.sdpa import dense
+from lockstep.attention.sinks import with_sinks
 from lockstep.models.architectures import causal_lm
 from lockstep.models.heads import head_of
 from lockstep.models.load import share_parameters
+from lockstep.ops.masks import band
 
 IMPLEMENTATION = "lockstep_cached"
 """Name in transformers' AttentionInterface. It has no mask function, so transformers builds no masks for
@@ -219,6 +221,7 @@ def cached_attention(  # signature: transformers' AttentionInterface
     sample_cache: SampleCache,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Called by the model's attention layers with query [1, N, T, H] and new keys and values [1, K, T, H].
@@ -227,15 +230,24 @@ def cached_attention(  # signature: transformers' AttentionInterface
         [1, T, N, H] and None (no attention weights).
     """
     plan = sample_cache.plan
+    options = ScoreOptions(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     if isinstance(plan, Prefill):
-        return _prefill(query, key, value, plan, scaling, sliding_window), None
+        return _prefill(query, key, value, plan, options), None
     assert isinstance(plan, Decode)
-    return _decode(query, module.layer_idx, sample_cache, plan, scaling, sliding_window), None  # type: ignore[arg-type]
+    return _decode(query, module.layer_idx, sample_cache, plan, options), None  # type: ignore[arg-type]
 
 
-def _prefill(
-    query: Tensor, key: Tensor, value: Tensor, plan: Prefill, scaling: float | None, window: int | None
-) -> Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreOptions:
+    """What a layer makes of its scores; see lockstep.attention."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def _prefill(query: Tensor, key: Tensor, value: Tensor, plan: Prefill, options: ScoreOptions) -> Tensor:
     """Causal attention inside each document; [1, T, N, H]."""
     out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
     start = 0
@@ -244,26 +256,23 @@ def _prefill(
         span = slice(start, start + length)
         start += length
         mask = None
-        if window is not None and length > window:
-            index = torch.arange(length, device=query.device)
-            distance = index[:, None] - index
-            mask = (distance >= 0) & (distance < window)
-        out[:, span] = F.scaled_dot_product_attention(
+        if options.window is not None and length > options.window:
+            mask = band(torch.arange(length, device=query.device), window=options.window)
+        out[:, span] = dense(
             query[:, :, span],
             key[:, :, span],
             value[:, :, span],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
+            mask=mask,
+            scale=options.scaling,
+            sinks=options.sinks,
+            softcap=options.softcap,
         ).transpose(1, 2)
     return out
 
 
-def _decode(
-    query: Tensor, layer: int, cache: SampleCache, plan: Decode, scaling: float | None, window: int | None
-) -> Tensor:
+def _decode(query: Tensor, layer: int, cache: SampleCache, plan: Decode, options: ScoreOptions) -> Tensor:
     """One query per row over its prompt and its completion; [1, R, N, H]."""
+    window, scores = options.window, (options.scaling, options.softcap)
     if window not in plan.masks:
         plan.masks[window] = additive_masks(plan, window)
     prompt_mask, completion_mask = plan.masks[window]
@@ -281,7 +290,7 @@ def _decode(
     if prompt_mask is not None and prompt_mask.shape[2] > 1:
         prompt_mask = prompt_mask.repeat(1, 1, heads // kv_heads, 1)
     used = slice(plan.max_prompt)
-    out_p, lse_p = attend(grouped, keys[:prompts, :, used], values[:prompts, :, used], prompt_mask, scaling)
+    out_p, lse_p = attend(grouped, keys[:prompts, :, used], values[:prompts, :, used], prompt_mask, *scores)
     out_p = out_p.reshape(prompts, heads, samples, dim).transpose(1, 2).reshape(-1, heads, dim)
     lse_p = lse_p.reshape(prompts, heads, samples).transpose(1, 2).reshape(-1, heads)
     if not plan.identity:
@@ -290,17 +299,25 @@ def _decode(
     keys, values = cache.completions[layer]
     used = slice(plan.max_count + 1)
     own = q_RNH.reshape(rows, kv_heads, heads // kv_heads, dim)
-    out_c, lse_c = attend(own, keys[:rows, :, used], values[:rows, :, used], completion_mask, scaling)
+    out_c, lse_c = attend(own, keys[:rows, :, used], values[:rows, :, used], completion_mask, *scores)
     out_c, lse_c = out_c.reshape(rows, heads, dim), lse_c.reshape(rows, heads)
 
     # exp(lse_p) / (exp(lse_p) + exp(lse_c)), without an exponential that could overflow.
     share = torch.sigmoid(lse_p - lse_c).unsqueeze(-1)
     # In float32: one attention over both stores would round to the model's dtype once, too.
-    return torch.lerp(out_c.float(), out_p.float(), share).to(query.dtype).unsqueeze(0)
+    merged = torch.lerp(out_c.float(), out_p.float(), share)
+    if options.sinks is not None:
+        merged = with_sinks(merged, torch.logaddexp(lse_p, lse_c).t(), options.sinks)
+    return merged.to(query.dtype).unsqueeze(0)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention and the log-sum-exp of its scores.
 
@@ -310,20 +327,28 @@ def attend(
     Returns:
         out [B, K, Q, H] in q's dtype, lse [B, K, Q] float32.
     """
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and softcap is None:
         # Private: it is what F.scaled_dot_product_attention calls on a CPU, and that drops the log-sum-exp.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, attn_mask=mask, scale=scaling
         )
         return out, lse
-    return attend_plainly(q, k, v, mask, scaling)
+    return attend_plainly(q, k, v, mask, scaling, softcap)
 
 
-def attend_plainly(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
+def attend_plainly(  # signature: `attend`'s
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` by matrix products: for devices without a fused kernel that returns the log-sum-exp."""
+    """`attend` by matrix products: for caps, and for devices without a fused kernel that returns the
+    log-sum-exp."""
     scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores + mask
     lse = torch.logsumexp(scores, -1)

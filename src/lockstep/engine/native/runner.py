@@ -530,12 +530,12 @@ def _attention(  # signature: transformers' AttentionInterface
     max_k: int,
     decode: bool,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, N, T, H], key and value [1, K, T, H] -> [1, T, N, H]; the rest is what `Layers.run` passes
     on."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = store_and_attend(
-        q, k, v, keys, values, slots, cu_q, starts, used, max_q, max_k, scaling, sliding_window, decode
-    )
+    where = (slots, cu_q, starts, used, max_q, max_k)
+    out = store_and_attend(q, k, v, keys, values, *where, scaling, sliding_window, decode, s_aux)
     return out[None], None

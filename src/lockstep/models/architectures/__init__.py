@@ -1,12 +1,15 @@
 """The architectures that train packed: a record for each, and why others do not train."""
 
 from lockstep.models.architectures.checks import (
+    caps_scores,
     check_architecture,
+    check_kernel,
     check_rope,
     foreign_options,
     is_moe,
     kv_heads,
     layer_windows,
+    max_positions,
     option,
     rope_parameters,
 )
@@ -33,8 +36,10 @@ __all__ = [
     "Replicated",
     "Split",
     "architecture_of",
+    "caps_scores",
     "causal_lm",
     "check_architecture",
+    "check_kernel",
     "check_rope",
     "checkpoint_activations",
     "foreign_options",
@@ -42,6 +47,7 @@ __all__ = [
     "is_moe",
     "kv_heads",
     "layer_windows",
+    "max_positions",
     "option",
     "register",
     "rope_parameters",

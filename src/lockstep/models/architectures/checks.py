@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ModelError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.models.architectures.record import SIZES
 from lockstep.models.architectures.registry import ARCHITECTURES
 
@@ -21,18 +21,9 @@ _SHARED = frozenset({"is_causal"})
 
 ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 """Rotary embeddings whose frequencies are the same for every document."""
-_LENGTH_DEPENDENT = {
-    "longrope": (
-        "its frequencies change for the whole batch once a document is longer than "
-        "original_max_position_embeddings, so a document's numbers depend on its neighbours; choose a "
-        "model with a different rotary embedding"
-    ),
-    "dynamic": (
-        "its frequencies depend on the longest document of a batch, so a document's numbers depend on its "
-        "neighbours; for documents within max_position_embeddings it equals 'default', so set that in the "
-        "config.json of a copy of the folder"
-    ),
-}
+BOUNDED = frozenset({"longrope", "dynamic"})
+"""Those whose frequencies change for the whole batch once a document of it is longer than a length, up to
+which they are the same for every document: `max_positions`."""
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -72,8 +63,6 @@ def _check_options(config: Any) -> None:
         if dropout := getattr(config, name, 0.0):
             why = "Lockstep's attention kernels have no dropout, and it trains without; set it to 0.0"
             raise _unsupported(f"{name} = {dropout}", why)
-    if (cap := option(config, "attn_logit_softcapping")) is not None:
-        raise _unsupported(f"attn_logit_softcapping = {cap}", "flash kernels cannot soft-cap scores")
     if option(config, "use_bidirectional_attention"):
         raise _unsupported("use_bidirectional_attention", "attention here is causal")
     if not option(config, "is_causal", True):
@@ -102,18 +91,45 @@ def _unsupported(what: str, why: str) -> ModelError:
     return ModelError(f"unsupported-model: {what} in the model's config.json: {why}")
 
 
-def check_rope(config: Any) -> None:
+def check_rope(config: Any, *, bounded: bool = True) -> None:
     """Refuse rotary embeddings with which a token's numbers depend on the length of other documents.
+
+    Args:
+        bounded: whether documents are kept within `max_positions`.
 
     Raises:
         ModelError: names the variant.
     """
+    known = ROPES | BOUNDED if bounded else ROPES
     for rope in rope_parameters(config):
-        kind = str(rope.get("rope_type", rope.get("type", "default")))
-        if kind in ROPES:
+        if (kind := _rope_type(rope)) in known:
             continue
-        reason = _LENGTH_DEPENDENT.get(kind, "no test covers it")
-        raise _unsupported(f"rope_type = {kind!r}", f"{reason}. Supported: {', '.join(sorted(ROPES))}")
+        reason = "no test covers it"
+        if kind in BOUNDED:
+            reason = (
+                "its frequencies change for the whole batch with its longest document, so a document's "
+                "numbers depend on its neighbours; choose a model with a different rotary embedding"
+            )
+        raise _unsupported(f"rope_type = {kind!r}", f"{reason}. Supported: {', '.join(sorted(known))}")
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def max_positions(config: Any) -> int:
+    """Return the longest document, in tokens, that the position encoding was made for, and whose frequencies
+    do not depend on its neighbours."""
+    text = config.get_text_config()
+    bounds = [
+        rope.get(_ORIGINAL) or getattr(text, _ORIGINAL, None)
+        for rope in rope_parameters(config)
+        if _rope_type(rope) in BOUNDED
+    ]
+    return int(min([text.max_position_embeddings, *(bound for bound in bounds if bound)]))
+
+
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -164,6 +180,32 @@ def _read_of_config(node: ast.AST) -> str | None:
 def option(config: Any, name: str, default: Any = None) -> Any:
     """A value of config.json, if the modelling code of its architecture reads it; else `default`."""
     return getattr(config, name, default) if name in reads_of(config) | _SHARED else default
+
+
+def caps_scores(config: Any) -> bool:
+    """Return whether a config has soft caps of attention scores."""
+    return option(config.get_text_config(), "attn_logit_softcapping") is not None
+
+
+def check_kernel(config: Any, kernel: str) -> None:
+    """Refuse an attention kernel that would compute another model.
+
+    Raises:
+        ConfigError: says which to choose.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    what = f"unsupported-combination: train.attention = {kernel!r} with a {config.model_type} model"
+    fix = "set train.attention = 'sdpa', or 'flex' on a GPU"
+    if kernel == "varlen" and caps_scores(config):
+        raise ConfigError(
+            f"{what}: torch's flash attention has no soft caps (attn_logit_softcapping = "
+            f"{config.get_text_config().attn_logit_softcapping}); {fix}, and train.batch_invariant = false"
+        )
+    # Private, in transformers 5.17 to 5.23, whose own error is a ValueError that says to ask for support.
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kernel == "hf:sdpa" and model is not None and not model._supports_sdpa:
+        raise ConfigError(f"{what}: transformers does not compute it so; {fix}")
 
 
 def kv_heads(config: Any) -> int:

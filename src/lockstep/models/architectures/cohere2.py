@@ -1,6 +1,6 @@
 """Cohere 2: attention and MLP beside each other, layer norms, rotation in layers with a window only."""
 
-from lockstep.invariant.forms import GatedMLP
+from lockstep.invariant.forms import GatedMLP, LayerNorm, Rotary
 from lockstep.models.architectures.record import PLAN, SIZES, Architecture
 
 ARCHITECTURE = Architecture(
@@ -17,9 +17,10 @@ ARCHITECTURE = Architecture(
         "tie_word_embeddings",
     },
     forms={
+        "Cohere2LayerNorm": LayerNorm(),
         "Cohere2MLP": GatedMLP(),
+        "Cohere2RotaryEmbedding": Rotary(layout="pairs"),
     },
     tensor_parallel=PLAN,
     logit_scale=lambda config: config.logit_scale,
-    batch_invariant=False,
 )

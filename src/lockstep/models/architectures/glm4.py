@@ -1,6 +1,6 @@
 """GLM 4: four norms a layer, one linear for gate and up, rotation of a part of each head."""
 
-from lockstep.invariant.forms import RMSNorm, Rotary
+from lockstep.invariant.forms import FusedMLP, RMSNorm, Rotary
 from lockstep.models.architectures.record import SIZES, Architecture
 
 ARCHITECTURE = Architecture(
@@ -13,7 +13,8 @@ ARCHITECTURE = Architecture(
     },
     forms={
         "Glm4RMSNorm": RMSNorm(),
+        "Glm4MLP": FusedMLP(),
         "Glm4RotaryEmbedding": Rotary(),
     },
-    batch_invariant=False,
+    mlp_linears=("gate_up_proj", "down_proj"),
 )

@@ -15,6 +15,8 @@ ARCHITECTURE = Architecture(
         "num_labels",
         "use_parallel_residual",
     },
+    attention_linears=("query_key_value", "dense"),
+    mlp_linears=("dense_h_to_4h", "dense_4h_to_h"),
     native=False,
     batch_invariant=False,
 )

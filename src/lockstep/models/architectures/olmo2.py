@@ -1,6 +1,6 @@
 """OLMo 2: norms behind attention and MLP, and over all heads' queries and keys together."""
 
-from lockstep.invariant.forms import GatedMLP
+from lockstep.invariant.forms import GatedMLP, RMSNorm, Rotary
 from lockstep.models.architectures.record import SIZES, Architecture
 
 ARCHITECTURE = Architecture(
@@ -12,7 +12,8 @@ ARCHITECTURE = Architecture(
         "hidden_act",
     },
     forms={
+        "Olmo2RMSNorm": RMSNorm(rounded_last=True),
         "Olmo2MLP": GatedMLP(),
+        "Olmo2RotaryEmbedding": Rotary(rounded=False),
     },
-    batch_invariant=False,
 )

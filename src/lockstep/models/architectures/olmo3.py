@@ -1,6 +1,6 @@
 """OLMo 3: OLMo 2 with windows, and a rotation for each kind of layer."""
 
-from lockstep.invariant.forms import GatedMLP
+from lockstep.invariant.forms import GatedMLP, RMSNorm, Rotary
 from lockstep.models.architectures.record import SIZES, Architecture
 
 ARCHITECTURE = Architecture(
@@ -14,8 +14,9 @@ ARCHITECTURE = Architecture(
         "sliding_window",
     },
     forms={
+        "Olmo3RMSNorm": RMSNorm(rounded_last=True),
         "Olmo3MLP": GatedMLP(),
+        "Olmo3RotaryEmbedding": Rotary(rounded=False),
     },
     rotation_by_kind=True,
-    batch_invariant=False,
 )

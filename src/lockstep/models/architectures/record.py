@@ -118,8 +118,14 @@ class Architecture:
     """The norm weight that leaves its input unscaled; random models are drawn around it."""
     logit_scale: Callable[[Any], float] = _one
     """config -> what logits are multiplied by. A soft cap is the key final_logit_softcapping."""
+    attention_linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of attention's linear modules; adapters are beside them and `mlp_linears` by default."""
+    mlp_linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of those of the MLP and of shared experts; other experts have none."""
     embedding_scale: Callable[[Any], float] = _one
     """config -> what the decoder multiplies embeddings by, outside of its embedding module."""
+    dequantised: frozenset[str] = frozenset()
+    """The `quant_method` of published folders whose weights are dequantised when they are loaded."""
     shrink: Callable[[Any], None] = _nothing
     """Makes sizes that are this family's own small, in place, in the config of a proof's miniature."""
     native: bool = True
