@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from lockstep.environments.calls import Call, CallError, CallParser, call_parser
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.chat_template import ChatTemplate, Message
-from lockstep.observe.special_text import special_text
+from lockstep.observe.special_text import special_text, whole_ids
 from lockstep.observe.template_program import common_length
 from lockstep.observe.template_renderer import Rendered, checked, render_chats
 
@@ -125,14 +125,22 @@ class Turns:
 
     def texts(self, many: Sequence[Sequence[int]]) -> list[str]:
         """Decode lists of ids, each as `text` does."""
-        pieces: list[list[str | list[int]]] = []
+        written, plain = self._written, list[list[int]]()
+        rows: list[list[str | None]] = []  # None: the next of `plain`
         for ids in many:
-            pieces.append([])
-            for run in runs(ids, self._written.keys()):
-                known = self._written.get(run[0])
-                pieces[-1].append(run if known is None else known)
-        decoded = iter(self._decoded([each for row in pieces for each in row if not isinstance(each, str)]))
-        return ["".join(each if isinstance(each, str) else next(decoded) for each in row) for row in pieces]
+            row, begin = list[str | None](), 0
+            for at in [at for at, i in enumerate(ids) if i in written]:
+                if begin < at:
+                    plain.append(list(ids[begin:at]))
+                    row.append(None)
+                row.append(written[ids[at]])
+                begin = at + 1
+            if begin < len(ids):
+                plain.append(list(ids[begin:]))
+                row.append(None)
+            rows.append(row)
+        decoded = iter(self._decoded(plain))
+        return ["".join(next(decoded) if each is None else each for each in row) for row in rows]
 
     @cached_property
     def _written(self) -> dict[int, str]:
@@ -198,6 +206,11 @@ class Turns:
                 thought, _, rest = behind.partition(end)
                 return thought, rest.strip().removeprefix(closing[len(end) :].strip())
         return None, body
+
+    def keep_ids(self, turns: Sequence[PolicyTurn]) -> list[bool]:
+        """Return whether the tokenizer gives the text of each turn the ids that the policy sampled."""
+        encoded = whole_ids(self.tokenizer, [turn.body + turn.stop for turn in turns])
+        return [ids == list(turn.ids) for ids, turn in zip(encoded, turns, strict=True)]
 
     def stub(self, turn: PolicyTurn, number: int = 0) -> Stub:
         """Return the turn as a message of words in the place of what the policy wrote.

@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +34,7 @@ _KEPT = ("HOME", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "TZ")
 """Environment variables that the child gets: for loading libraries, and for strftime_now."""
 _NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 _NAME = re.compile(r"[A-Za-z]\w*")
+_VARIABLES_KEPT = 64
 _PLACEHOLDER = [{"role": "user", "content": ""}]
 
 
@@ -169,7 +171,14 @@ def _shared(tokenizer: Any, job: RenderJob, shared: dict[str, str]) -> str:
     with _passable(job):
         key = _json([job.template, job.options])
         if key not in shared:
-            shared[key] = _json([job.template, _variables(tokenizer, job.options)])
+            # Across calls too, because each turn of a conversation is a call.
+            names = str(sorted(tokenizer.special_tokens_map.items()))
+            known = _variables_of.setdefault(tokenizer, {})
+            if (key, names) not in known:
+                if len(known) >= _VARIABLES_KEPT:  # rows may each have their own
+                    known.clear()
+                known[key, names] = _json([job.template, _variables(tokenizer, job.options)])
+            shared[key] = known[key, names]
         return shared[key]
 
 
@@ -293,6 +302,8 @@ def _stopped(why: str, where: str) -> DataError:
 
 
 _renderer = Renderer()
+_variables_of: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
+"""By tokenizer: what `_shared` returned."""
 os.register_at_fork(after_in_child=_renderer.after_fork)
 
 
