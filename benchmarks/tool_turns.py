@@ -156,9 +156,7 @@ def waiting(args: argparse.Namespace, write: Any) -> dict[str, Any]:
     return found | {"summary": summary}
 
 
-def figures(
-    groups: Sequence[RolloutGroup], counts: dict[str, float], *, seconds: float
-) -> dict[str, float]:
+def figures(groups: Sequence[RolloutGroup], counts: dict[str, float], *, seconds: float) -> dict[str, float]:
     """What one round of sampling took."""
     trajectories = [rollout.trajectory for group in groups for rollout in group.rollouts]
     policy = sum(len(s.token_ids) for t in trajectories for s in t.spans if s.author == "policy")
@@ -186,7 +184,9 @@ def step(policy: Any, algorithm: Any, groups: Sequence[RolloutGroup], number: in
     updates = [policy.update(batches, minibatches.loss) for batches in minibatches]
     metrics = rollout_metrics(estimates.groups) | policy.metrics(minibatches, updates)
     kept = {
-        name: value for name, value in metrics.items() if name.startswith(("logprob_gap", "grad_norm", "input/"))
+        name: value
+        for name, value in metrics.items()
+        if name.startswith(("logprob_gap", "grad_norm", "input/"))
     }
     return {**kept, "trajectories": len(samples), "seconds": time.perf_counter() - began}
 
@@ -344,7 +344,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     write(found | {"wall_seconds": time.perf_counter() - began})
     summary = found.get("summary", {})
     missed = [
-        name for name, aim in AIMS.items() if name in summary and (summary[name] > aim) == name.endswith("share")
+        name
+        for name, aim in AIMS.items()
+        if name in summary and (summary[name] > aim) == name.endswith("share")
     ]
     if summary.get("gap"):
         missed.append("gap")

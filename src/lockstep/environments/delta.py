@@ -131,7 +131,6 @@ class Ledger:
         self.part.turns.append(turn)
         return turn
 
-
     def encode_turns(self) -> None:
         """Encode the text of the turns that have come since the last call, see `Part.keep_ids`: two thirds of
         what checking a trajectory takes, which may be done in a thread while the policy writes the next

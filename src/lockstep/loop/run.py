@@ -12,6 +12,7 @@ with Run.open(config) as run:
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,7 @@ from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_setti
 from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
 from lockstep.loop.saved import saved
 from lockstep.loop.saving import Saving
+from lockstep.loop.warm_start import warm_start_seconds
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
 from lockstep.observe.display import Display, RunLog
@@ -438,15 +440,16 @@ class Run:
         name: EvaluationName = "before" if done == 0 else "after" if done == self.config.steps else "during"
         if not self.config.is_evaluation_due(name, done) or self._saving.state.is_evaluated(name, done):
             return False
+        began = time.monotonic()
         result = evaluate(name, done)
         if result is None:
             return False
-        self._begun = True
+        seconds, self._begun = time.monotonic() - began, True
         self._write(done, {f"eval/{key}": value for key, value in result.numbers.items()}, evaluation=name)
         if result.rows:
             self.dir.write_evaluation(name if name != "during" else f"step-{done:06d}", result.rows)
         # Last: what could not be written is evaluated again.
-        self._saving.state.add_evaluation(name, done, result.numbers)
+        self._saving.state.add_evaluation(name, done, result.numbers, seconds=seconds)
         self._saving.take_boundary(done)
         self.display.note(evaluation_line(name, done, result.numbers, budget_factor=result.budget_factor))
         return True
@@ -571,6 +574,8 @@ class Run:
             "outcome": outcome,
             "run_dir": str(self.dir.path),
             "wall_seconds": round(state.wall_seconds(), 1),
+            "evaluation_seconds": round(state.values["evaluation_seconds"], 1),
+            **warm_start_seconds(self.dir.path),
             "trained_tokens": state.values["trained_tokens"],
             "eval_before": evaluations.get("before"),
             "eval_after": evaluations.get("after"),

@@ -115,7 +115,9 @@ class SpecialText:
                 count += len(self.pattern.findall(piece))
                 piece = self.pattern.sub(lambda match: names[match.group()], piece)
             written.append(piece)
-        (of_twin,) = (each.ids for each in twin.encode_batch_fast(["".join(written)], add_special_tokens=False))
+        (of_twin,) = (
+            each.ids for each in twin.encode_batch_fast(["".join(written)], add_special_tokens=False)
+        )
         result = [numbers.get(i, i) for i in of_twin]
         if sum(i in self.ids and i != self._unknown for i in result) != count:
             held = {text[start:end] for start, end in plain}
