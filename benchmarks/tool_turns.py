@@ -1,6 +1,6 @@
-"""What tools that wait cost on one GPU: tokens/s of many trajectories with a tool that takes half a second, with
-one that takes none, and without turns; keys that are computed again; the gap between engine and trainer; and
-the share of a step that the checks of the tokens take.
+"""What tools that wait cost on one GPU: tokens/s of many trajectories with a tool that takes half a second,
+with one that takes none, and without turns; keys that are computed again; the gap between engine and trainer;
+and the share of a step that the checks of the tokens take.
 
     python benchmarks/tool_turns.py waiting --out FILE.json    1,024 trajectories of 4 turns of 128 tokens
     python benchmarks/tool_turns.py checks --out FILE.json     20 turns of 400 tokens, with a tokenizer
@@ -29,14 +29,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from lockstep import Builder, Environment, load_run, train_online
 from lockstep.loop.metrics import rollout_metrics
 from lockstep.loop.policy import estimate
 from lockstep.models.export import export_hf
 from lockstep.models.shapes import random_model, shape_config
-from lockstep.models.source import bundled_folder
 from lockstep.rollout.environment import Sampler
 from lockstep.schema.batch import rollout_samples
 from lockstep.schema.rollout import Prompt, RolloutGroup, Trajectory
@@ -50,7 +50,8 @@ AIMS = {"waits_to_none": 0.90, "waits_to_one_turn": 0.85, "recomputed_share": 0.
 
 
 class Waits(Environment):
-    """Several turns, between which a tool takes its time and returns ids; the reward is the share of even ids."""
+    """Several turns, between which a tool takes its time and returns ids. The reward is the share of even
+    ids."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -241,8 +242,19 @@ def checks(args: argparse.Namespace, write: Any) -> dict[str, Any]:
 
 
 def with_tokenizer(model: str, folder: Path) -> Path:
-    """A folder with random weights of this shape for the vocabulary of the bundled tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))
+    """A folder with random weights of this shape, and a tokenizer that the repository's pages have taught."""
+    pages = sorted(str(path) for path in Path(__file__).parents[1].glob("docs/**/*.md"))
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=32_000,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train(pages, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     config = shape_config(model.removeprefix("shape:"))
     config.vocab_size = len(tokenizer)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
@@ -260,7 +272,7 @@ def with_tokenizer(model: str, folder: Path) -> Path:
 def rows(path: Path) -> str:
     """A file of prompts."""
     draw = random.Random(0)
-    words = "the sum of all lines is two and seven".split()
+    words = ["the", "sum", "of", "all", "lines", "is", "two", "and", "seven"]
     made = [{"prompt": " ".join(draw.choices(words, k=60))} for _ in range(4096)]
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
     return str(path)
