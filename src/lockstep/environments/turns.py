@@ -4,7 +4,6 @@ the place of what a policy wrote."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.observe.chat_template import ChatTemplate, Message
 from lockstep.observe.special_text import special_text, whole_ids
 from lockstep.observe.template_program import common_length
-from lockstep.observe.template_renderer import Rendered, checked, render_chats
+from lockstep.observe.template_renderer import Rendered, checked, render_chats, rendering_time
 
 THOUGHT, WRITTEN, ARGUED = "Zq7xThq", "Zq7xWrq", "Zq7xArq"
 """Words in the place of the reasoning, the text and the arguments of a call."""
@@ -93,7 +92,7 @@ class Turns:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.template, self.tokenizer = template, template.tokenizer
-        self.now = time.time()
+        self.now = rendering_time()
         """The time that the template writes: what it wrote for earlier turns must not change."""
         self.special = special_text(template.tokenizer)
         self.options = {**(options or {}), **({"tools": list(tools)} if tools else {})}

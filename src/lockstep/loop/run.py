@@ -36,6 +36,7 @@ from lockstep.loop.distributed import (
     open_run_dir,
     resume_command,
     saying_how_to_go_on,
+    started_at,
 )
 from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.hub import push_export
@@ -59,6 +60,7 @@ from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.metrics import MetricsLog, Spans
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import EVALUATIONS
+from lockstep.observe.template_renderer import rendering_at
 from lockstep.protocols import Algorithm
 from lockstep.ranks.context import RankContext, record
 from lockstep.ranks.environment import recovery
@@ -203,7 +205,7 @@ class Run:
             connect_ranks(train.device, start.get("ranks"), check=check) as ranks,
         ):
             given: Start = {**start, "ranks": ranks}
-            with Run(config, **given) as run:
+            with Run(config, **given) as run, rendering_at(started_at(run.dir)):
                 yield run
 
     def _show_phase(self, spans: tuple[str, ...]) -> None:

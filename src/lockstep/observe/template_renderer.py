@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,7 +55,8 @@ class RenderJob:
     where: str
     """File and row of the conversation, for error messages."""
     now: float | None = None
-    """Seconds since the epoch for templates that write the date or the time; None: when it is rendered."""
+    """Seconds since the epoch for templates that write the date or the time; None: those of `rendering_at`,
+    or when it is rendered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,26 @@ class Rendered:
     """Of the job's `turns`, in order."""
     plain: Places = ()
     """Where the text is a content's, and could be taken for a special token, see `SpecialText`."""
+
+
+_at: float | None = None
+
+
+@contextlib.contextmanager
+def rendering_at(seconds: float | None) -> Iterator[None]:
+    """Let templates of this process write the date and the time of `seconds` since the epoch: a run that is
+    resumed on another day renders what it rendered before. None: those of each rendering."""
+    global _at
+    before, _at = _at, seconds
+    try:
+        yield
+    finally:
+        _at = before
+
+
+def rendering_time() -> float:
+    """Return the seconds since the epoch that templates write: of `rendering_at`, or now."""
+    return time.time() if _at is None else _at
 
 
 def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[Rendered | DataError]:
@@ -186,6 +208,8 @@ def _item(job: RenderJob, shared: str) -> _Item:
     with _passable(job):
         messages = _json(job.messages)
     content = {"messages": messages, "generate": job.generate, "turns": list(job.turns), "now": job.now}
+    if job.now is None:
+        content["now"] = _at
     return _Item(where=job.where, shared=shared, content=content)
 
 
