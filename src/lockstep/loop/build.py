@@ -431,6 +431,7 @@ def make_planner(resolved: Resolved[GRPORun], ranks: RankContext) -> Planner:
         max_seqlen=run.longest_unit,
         max_documents=run.rollout.samples,
         parts=data_parallel(run, ranks),
+        whole_trajectories=run.algorithm.resolved().whole_sequences,
     )
 
 
