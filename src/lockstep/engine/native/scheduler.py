@@ -256,12 +256,12 @@ class Scheduler:
     def _next(self) -> deque[Sample]:
         """The queue whose first sample is the next to run: later turns, whose keys take memory meanwhile.
 
-        Where all trajectories fit, those that have not begun come first. Otherwise the last of them would
-        have nothing beside them that runs while they wait for their tools.
+        Where memory holds all trajectories from beginning to end, those that have not begun come first:
+        otherwise nothing would run beside the last of them while they wait for their tools.
         """
         if self._waiting and self._returning and self._roomy:
-            preempted = self._returning[0].turn.after is None
-            if not preempted and self._waiting[0].most_keys <= self._allocator.free:
+            first, preempted = self._waiting[0], self._returning[0].turn.after is None
+            if first.reach and not preempted and first.most_keys <= self._allocator.free:
                 return self._waiting
         return self._returning or self._waiting
 
