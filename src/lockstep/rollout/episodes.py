@@ -267,7 +267,12 @@ class _Run:
         answers, self._answers = self._answers, []
         if not answers:
             return
-        self._settle(lambda: [self._answer(*answer) for answer in answers])
+
+        def answer() -> None:
+            for each in answers:
+                self._answer(*each)
+
+        self._settle(answer)
         if self._asked and not self._stopped and self.stop():
             self._stop()
         self._pass_on()
