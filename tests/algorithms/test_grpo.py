@@ -15,8 +15,8 @@ from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.ppo import PPOConfig
-from lockstep.errors import ConfigError, TrainError
-from lockstep.packing import pack
+from lockstep.errors import ConfigError, DataError, TrainError
+from lockstep.packing import Bucket, PackLimits, pack, plan_micro_batches
 from lockstep.protocols import Algorithm, StepStats
 from lockstep.schema.batch import PolicyBatch, PolicySample, RolloutSample, policy_samples, rollout_samples
 from lockstep.schema.rollout import Rollout, RolloutGroup
@@ -139,6 +139,40 @@ def test_off_policy_mask_drops_a_completion_that_the_policy_has_left() -> None:
     assert gradients == pytest.approx(expected, rel=1e-4, abs=1e-7)
     stats = StepStats(losses=[], logprobs=[logprobs.detach()], entropy=[logprobs], terms=[output.terms])
     assert algo.loss().metrics([batch], stats)["off_policy_masked_share"] == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize("bucket", [None, Bucket(tokens=16, documents=9, max_seqlen=8)])
+def test_the_parts_of_a_trajectory_are_one_sequence(bucket: Bucket | None) -> None:
+    """Of one and three tokens: a mean over four."""
+    algo = algorithm("gspo", off_policy_mask_threshold=0.2)
+    samples = [dataclasses.replace(s, trajectory=max(1, i)) for i, s in enumerate(samples_of(algo, groups()))]
+    batch = pack(samples, algo.loss_weights(samples), bucket=bucket)
+    old, off = torch.zeros(2, batch.num_slots)
+    off[batch.loss_mask] = torch.tensor([0.9, 0.0, 0.0, 0.0, 0.4, 0.2, -0.1, 0.3])
+    advantages = torch.where(batch.loss_mask, -1.0, 0.0)
+    batch = dataclasses.replace(batch, old_logprobs=old, rollout_logprobs=2 * off, advantages=advantages)
+    terms = algo.loss().policy_terms(off, batch, slice(None))
+    means = [0.225] * 4 + [0.3] * 2 + [0.1] * 2
+    assert terms.log_ratio[batch.loss_mask].tolist() == pytest.approx(means)
+    assert terms.off_policy_mask[batch.loss_mask].tolist() == [mean <= 0.2 for mean in means]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded", "shared"])
+def test_a_loss_of_whole_sequences_gets_all_parts_of_a_trajectory(layout: str) -> None:
+    algo = algorithm("gspo")
+    assert algo.config.whole_sequences and not algorithm().config.whole_sequences
+    documents = zip((0, 1, 1, 2), samples_of(algo, groups()), strict=True)  # of 3, 5, 4 and 4 tokens
+    samples = [dataclasses.replace(sample, trajectory=number) for number, sample in documents]
+    weights = algo.loss_weights(samples)
+
+    def together(**limits: object) -> bool:
+        limits_ = PackLimits(token_budget=10, layout=layout, **limits)
+        return any({1, 2} <= set(b.sample_ids) for b in plan_micro_batches(samples, weights, limits_))
+
+    assert together(whole_trajectories=True) and (layout == "padded" or not together())
+    with raises(DataError, "too-long: the 2 parts of a trajectory have 9 tokens"):
+        limits = PackLimits(token_budget=8, layout=layout, whole_trajectories=True)
+        plan_micro_batches(samples, weights, limits)
 
 
 def test_geometric_mask_goes_by_the_mean_over_a_completion() -> None:

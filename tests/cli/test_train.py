@@ -253,10 +253,10 @@ SUMMARY = {
             "train: interrupted, 3 steps, 584 s, runs/demo, resume with: lockstep train --resume runs/demo",
         ),
         (
-            {"warm_start": {"outcome": "finished", "wall_seconds": 12.3}},
+            {"evaluation_seconds": 41.0, "warm_start_seconds": 12.3},
             0,
-            "train: finished, 60 steps, 584 s, after 12 s of warm start, lenient accuracy 0.250 -> 0.500, "
-            "runs/demo",
+            "train: finished, 60 steps, 584 s, 41 s of them for evaluations, after 12 s of warm start, "
+            "lenient accuracy 0.250 -> 0.500, runs/demo",
         ),
     ],
 )

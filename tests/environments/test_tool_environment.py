@@ -149,6 +149,16 @@ def test_a_class_that_fails_for_a_row_is_refused_before_the_first_step(run, tmp_
         asyncio.run(cell())
 
 
+def test_a_resumed_run_renders_the_date_on_which_it_began(run, tmp_path):
+    (tmp_path / "template.jinja").write_text("{{ strftime_now('%Y') }}" + TEMPLATE)
+    folder = tmp_path / "run"
+    train_online(run(run_dir=str(folder)))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"started": "2001-02-03T04:05:06+00:00"}))
+    with raises(DataError, "values-differ: the training data changed"):  # the prompts are of 2001 now
+        train_online(run(steps=2), resume=folder)
+
+
 def test_without_a_reward_the_run_is_refused(run, tmp_path):
     (tmp_path / "pings.py").write_text(PINGS.replace("get_reward", "_other"))
     with pytest.raises(ConfigError, match="no reward"):

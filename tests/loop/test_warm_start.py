@@ -51,6 +51,8 @@ def metrics(folder):
 def test_both_runs_are_those_that_are_started_by_hand(run, tmp_path):
     summary = train_online(run())
     assert (summary["outcome"], summary["warm_start"]["steps"]) == ("finished", 2)
+    assert summary["warm_start_seconds"] == summary["warm_start"]["wall_seconds"]
+    assert summary["evaluation_seconds"] == 0.0 < summary["wall_seconds"]
     train_offline(warm_start_of(run(), tmp_path / "hand"))
     train_online(after_warm_start(run(), tmp_path / "hand"))
     warm, by_hand = (metrics(tmp_path / folder / "warm_start") for folder in ("run", "hand"))
@@ -93,4 +95,17 @@ def test_a_warm_start_that_cannot_run_is_refused_first(run, tmp_path, text, what
     (tmp_path / "sft.toml").write_text(text)
     with raises(Exception, what):
         train_online(run())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_template_without_tools_is_refused_before_the_warm_start(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "echoes.py").write_text(
+        "class Echo:\n    def say(self, word: str) -> str:\n"
+        '        """Say it.\n\n        Args:\n            word: What.\n        """\n        return word\n\n'
+        "    def get_reward(self):\n        return 1.0\n"
+    )
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with raises(ConfigError, "unsupported-chat-template"):
+        train_online(run(environment="echoes:Echo", **{"data.chat_template": plain}))
     assert not (tmp_path / "run").exists()

@@ -109,10 +109,8 @@ class PolicyLoss:
         self.config = config
         self.objective: Objective = OBJECTIVES.load(config.objective)
         self.clip_low, self.clip_high = config.clip_low, config.clip_high
-        whole_sequences = config.rollout_correction.whole_sequences
         self.entropy_grad = config.entropy_coef != 0
-        whole_sequences |= config.off_policy_mask_threshold is not None
-        self.separable = config.ratio == "token" and not whole_sequences
+        self.separable = not config.whole_sequences
         self.zero_without_advantages = self._zero_without_advantages()
         self.names = METRIC_TERMS + (() if config.off_policy_mask_threshold is None else ("off_policy_mask",))
         self.terms = self.names + (("kl_ref", "kl_clamped") if config.kl.coef > 0 else ())
@@ -302,7 +300,21 @@ def _drift_metrics(drift: Tensor, current: Tensor) -> dict[str, Tensor]:
 def _by_document(
     function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, batch: PolicyBatch, rows: Rows
 ) -> Tensor:
-    """Apply a per-document function to x [R]; `rows` must contain every trained slot of the batch."""
+    """Apply a per-document function to x [R], to the parts of a trajectory together; `rows` must contain
+    every trained slot of the batch."""
     slots = x.new_zeros(batch.num_slots)
     slots[rows] = x
-    return function(slots, batch.loss_mask, batch.cu_seqlens)[rows]
+    return function(slots, batch.loss_mask, _sequences(batch))[rows]
+
+
+def _sequences(batch: PolicyBatch) -> Tensor:
+    """cu_seqlens [D_cap + 1] of trajectories: the parts of one are a single document, with empty ones before
+    it."""
+    if batch.trajectories is None:
+        return batch.cu_seqlens
+    starts = batch.cu_seqlens[:-1]
+    numbers = batch.trajectories[starts.long().clamp(max=batch.num_slots - 1)]
+    goes_on = (numbers == numbers.roll(1)) & (numbers > 0)
+    goes_on[0] = False
+    begins = torch.where(goes_on, 0, starts).cummax(0).values
+    return torch.cat([begins, batch.cu_seqlens[-1:]])

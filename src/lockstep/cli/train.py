@@ -447,8 +447,9 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if "steps" in summary:
         parts.append(counted(summary["steps"], "step"))
     parts.append(f"{summary['wall_seconds']:.0f} s")
-    if "warm_start" in summary:
-        parts.append(f"after {summary['warm_start']['wall_seconds']:.0f} s of warm start")
+    if "warm_start_seconds" in summary:
+        parts.append(f"{summary['evaluation_seconds']:.0f} s of them for evaluations")
+        parts.append(f"after {summary['warm_start_seconds']:.0f} s of warm start")
     before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
     budgets = before.get("max_tokens"), after.get("max_tokens")
     for key in ("strict_accuracy", "lenient_accuracy", "mean_reward", "loss"):

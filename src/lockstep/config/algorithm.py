@@ -196,6 +196,12 @@ class GRPOConfig(Config):
     TRL). Off if unset."""
 
     @property
+    def whole_sequences(self) -> bool:
+        """Whether the loss of a token needs the other tokens of its completion."""
+        of_all = self.rollout_correction.whole_sequences or self.off_policy_mask_threshold is not None
+        return of_all or self.ratio not in (None, "token")
+
+    @property
     def compares_group(self) -> bool:
         """Whether an advantage compares the samples of a group, so that a sample alone has none."""
         return self.resolved().advantage in (*PER_GROUP, "group_mean_batch_std")

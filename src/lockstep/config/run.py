@@ -42,7 +42,7 @@ class GRPORun(RunConfig):
     warm_start: Name | None = None
     """A run file or recipe of kind sft that is trained first, in RUN_DIR/warm_start, with the model, the seed
     and the chat template of this run. Training then begins from its export, which config.toml in the run
-    directory names as the model."""
+    directory names as the model; on several nodes they must share the file system of RUN_DIR."""
     algorithm: GRPOConfig = GRPOConfig()
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lockstep.data.tables import column_names
 from lockstep.errors import ConfigError, DataError, nearest
 from lockstep.observe.chat_template import ChatTemplate, row_columns, row_variables
 from lockstep.observe.files import file_errors, path_problem, read_plain
-from lockstep.observe.special_text import Places, special_text
+from lockstep.observe.special_text import Places, special_text, whole_ids
 from lockstep.observe.template_renderer import Rendered, RenderJob, render_chat
 from lockstep.observe.text import printable
 
@@ -311,42 +311,11 @@ def token_ids(tokenizer: Any, texts: list[str], plain: Sequence[Places] = ()) ->
     Raises:
         DataError: see SpecialText.encode.
     """
-    of_all = _whole_ids(tokenizer, texts)
+    of_all = whole_ids(tokenizer, texts)
     for number, places in enumerate(plain):
         if places:
             of_all[number] = special_text(tokenizer).encode(texts[number], places)
     return of_all
-
-
-def _whole_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    if not texts:
-        return []
-    if (backend := _bare_backend(tokenizer)) is not None:
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
-    ids: list[list[int]] = encoded["input_ids"]
-    return ids
-
-
-def _bare_backend(tokenizer: Any) -> Any:
-    """The Rust tokenizer, where transformers would call it with nothing added, and without the offsets and
-    masks that it would compute; else None."""
-    if not _encodes_as_transformers(type(tokenizer).__mro__):
-        return None
-    backend = tokenizer.backend_tokenizer
-    asked = (backend.truncation, backend.padding, backend.encode_special_tokens)
-    return backend if asked == (None, None, bool(tokenizer.split_special_tokens)) else None
-
-
-@lru_cache(maxsize=64)
-def _encodes_as_transformers(classes: tuple[type, ...]) -> bool:
-    """Return whether a tokenizer's classes take their call unchanged from transformers' fast tokenizers."""
-    definers = (
-        next((each.__module__ for each in classes if name in vars(each)), "")
-        for name in ("__call__", "_encode_plus")
-    )
-    of_all, of_fast = "transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"
-    return tuple(definers) == (of_all, of_fast)
 
 
 def _resolve_template(setting: str, tokenizer: Any) -> str | None:

@@ -368,7 +368,12 @@ class Streaming:
                 if self._ended:
                     turn, sample, completion = self._ended.popleft()
                     self._open -= 1
-                    return Finished(handle=turn.handle, sample=turn.samples[sample], completion=completion)
+                    return Finished(
+                        handle=turn.handle,
+                        sample=turn.samples[sample],
+                        completion=completion,
+                        more=bool(self._ended),
+                    )
                 if not self._open:
                     if self._held and wait:
                         self._wait_for_held()

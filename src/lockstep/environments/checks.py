@@ -50,6 +50,7 @@ class Checks:
         self.turns += ledger.number
         if ledger.odd_replies:
             self.mismatches["reply"] += ledger.odd_replies
+        ledger.encode_turns()
         for part in ledger.parts:
             if not part.turns:
                 continue
@@ -63,7 +64,7 @@ class Checks:
             if (mismatch := _mismatch(turns, part, stubs, with_stubs)) is not None:
                 self.mismatches[mismatch] += 1
             self.open_borders += _open_borders(turns, part)
-            self.noncanonical_turns += _noncanonical(turns, part, canonical)
+            self.noncanonical_turns += _noncanonical(part, canonical)
 
 
 def _messages(part: Part, written: Sequence[Message]) -> list[Message]:
@@ -135,16 +136,15 @@ def _open_borders(turns: Turns, part: Part) -> int:
     return opened + closed
 
 
-def _noncanonical(turns: Turns, part: Part, whole: Rendered | DataError) -> int:
+def _noncanonical(part: Part, whole: Rendered | DataError) -> int:
     """The number of turns that are not what the template writes for them, in text or in tokens."""
     if isinstance(whole, DataError):
         return len(part.turns)
     written = [turn.body + turn.stop for turn in part.turns]
-    encoded = turns.tokenizer(written, add_special_tokens=False)["input_ids"]
     count, at = 0, len(part.text) if whole.text.startswith(part.text) else 0
-    for number, turn in enumerate(part.turns):
+    for number in range(len(part.turns)):
         behind = part.replies[number].text if number < len(part.replies) else ""
-        same = whole.text.startswith(written[number] + behind, at) and encoded[number] == list(turn.ids)
+        same = whole.text.startswith(written[number] + behind, at) and part.keep_ids[number]
         count += not same
         found = whole.text.find(behind, at + len(written[number]) if same else at)
         at = found + len(behind) if found >= 0 else at

@@ -14,6 +14,7 @@ nothing can be appended: the trajectory goes on with a new prefix, a `Branch`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -72,6 +73,8 @@ class Part:
     plain: Places
     turns: list[PolicyTurn] = field(default_factory=list)
     replies: list[Appended] = field(default_factory=list)
+    keep_ids: list[bool] = field(default_factory=list)
+    """Of the turns that `Ledger.encode_turns` has come to: whether their text has the ids of the policy."""
 
     @property
     def header(self) -> str:
@@ -90,6 +93,7 @@ class Ledger:
         self.odd_replies = 0
         """Replies that have other ids in one text with the end of the turn before them."""
         self.where = where
+        self._encoding = threading.Lock()
 
     @property
     def part(self) -> Part:
@@ -126,6 +130,14 @@ class Ledger:
         turn = self._turns.read(ids, header=self.part.header, number=self.number)
         self.part.turns.append(turn)
         return turn
+
+    def encode_turns(self) -> None:
+        """Encode the text of the turns that have come since the last call, see `Part.keep_ids`: two thirds of
+        what checking a trajectory takes, which may be done in a thread while the policy writes the next
+        turn."""
+        with self._encoding:
+            for part in self.parts:
+                part.keep_ids += self._turns.keep_ids(part.turns[len(part.keep_ids) :])
 
 
 class ConversationTokens:

@@ -66,6 +66,8 @@ class _Course:
     steps: float = 0.0
     """Rewards of a game's steps, added up."""
     stepped: bool = False
+    encoding: list[asyncio.Future[None]] = field(default_factory=list)
+    """Its turns, in threads."""
 
 
 @dataclass(kw_only=True)
@@ -165,6 +167,7 @@ class ToolEnvironment(SingleTurn):
                     self._drop(error, sample)
                     return trajectory
                 turn = sample.branch(reply.ids) if isinstance(reply, Branch) else sample(reply.ids)
+                course.encoding.append(asyncio.get_running_loop().run_in_executor(None, self._encode, ledger))
         except OutOfRoom:
             await self._reward(course, sample)
             raise
@@ -196,8 +199,8 @@ class ToolEnvironment(SingleTurn):
 
     async def _reward(self, course: _Course, sample: Sampler) -> None:
         """Ask the class for its reward, and compare the tokens with the template's."""
-        # In a thread, because tens of milliseconds here would hold up the turns of all other trajectories.
-        await asyncio.to_thread(self._check_tokens, course)
+        # In a thread, because milliseconds here would hold up the turns of all other trajectories.
+        await asyncio.gather(*course.encoding, asyncio.to_thread(self._check_tokens, course))
         reward: float | Mapping[str, float] | None = None
         if course.instance.described["reward"] in ("get_reward", "_reward"):
             messages = course.tokens.history(course.ledger.part)
@@ -215,6 +218,12 @@ class ToolEnvironment(SingleTurn):
             self._counts.dropped = self._counts.dropped or str(failure)
         if first:
             log.warning("a sample is dropped: %s", printable(str(failure)))
+
+    def _encode(self, ledger: Ledger) -> None:
+        began = time.perf_counter()
+        ledger.encode_turns()
+        with self._lock:
+            self._counts.check_seconds += time.perf_counter() - began
 
     def _check_tokens(self, course: _Course) -> None:
         began, checks = time.perf_counter(), Checks()

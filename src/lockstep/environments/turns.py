@@ -4,7 +4,6 @@ the place of what a policy wrote."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,9 +12,9 @@ from typing import Any, TypeVar
 from lockstep.environments.calls import Call, CallError, CallParser, call_parser
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.chat_template import ChatTemplate, Message
-from lockstep.observe.special_text import special_text
+from lockstep.observe.special_text import special_text, whole_ids
 from lockstep.observe.template_program import common_length
-from lockstep.observe.template_renderer import Rendered, checked, render_chats
+from lockstep.observe.template_renderer import Rendered, checked, render_chats, rendering_time
 
 THOUGHT, WRITTEN, ARGUED = "Zq7xThq", "Zq7xWrq", "Zq7xArq"
 """Words in the place of the reasoning, the text and the arguments of a call."""
@@ -93,7 +92,7 @@ class Turns:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.template, self.tokenizer = template, template.tokenizer
-        self.now = time.time()
+        self.now = rendering_time()
         """The time that the template writes: what it wrote for earlier turns must not change."""
         self.special = special_text(template.tokenizer)
         self.options = {**(options or {}), **({"tools": list(tools)} if tools else {})}
@@ -125,14 +124,22 @@ class Turns:
 
     def texts(self, many: Sequence[Sequence[int]]) -> list[str]:
         """Decode lists of ids, each as `text` does."""
-        pieces: list[list[str | list[int]]] = []
+        written, plain = self._written, list[list[int]]()
+        rows: list[list[str | None]] = []  # None: the next of `plain`
         for ids in many:
-            pieces.append([])
-            for run in runs(ids, self._written.keys()):
-                known = self._written.get(run[0])
-                pieces[-1].append(run if known is None else known)
-        decoded = iter(self._decoded([each for row in pieces for each in row if not isinstance(each, str)]))
-        return ["".join(each if isinstance(each, str) else next(decoded) for each in row) for row in pieces]
+            row, begin = list[str | None](), 0
+            for at in [at for at, i in enumerate(ids) if i in written]:
+                if begin < at:
+                    plain.append(list(ids[begin:at]))
+                    row.append(None)
+                row.append(written[ids[at]])
+                begin = at + 1
+            if begin < len(ids):
+                plain.append(list(ids[begin:]))
+                row.append(None)
+            rows.append(row)
+        decoded = iter(self._decoded(plain))
+        return ["".join(next(decoded) if each is None else each for each in row) for row in rows]
 
     @cached_property
     def _written(self) -> dict[int, str]:
@@ -198,6 +205,11 @@ class Turns:
                 thought, _, rest = behind.partition(end)
                 return thought, rest.strip().removeprefix(closing[len(end) :].strip())
         return None, body
+
+    def keep_ids(self, turns: Sequence[PolicyTurn]) -> list[bool]:
+        """Return whether the tokenizer gives the text of each turn the ids that the policy sampled."""
+        encoded = whole_ids(self.tokenizer, [turn.body + turn.stop for turn in turns])
+        return [ids == list(turn.ids) for ids, turn in zip(encoded, turns, strict=True)]
 
     def stub(self, turn: PolicyTurn, number: int = 0) -> Stub:
         """Return the turn as a message of words in the place of what the policy wrote.

@@ -7,7 +7,6 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,21 +15,20 @@ import torch
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.engine import kind
+from lockstep.config.environment import EnvironmentConfig
 from lockstep.config.run import GRPORun, Role, RunConfig, on_ranks
 from lockstep.data.chat import ChatFormat
 from lockstep.data.held_out import (
-    HoldOut,
     evaluates,
     holds_out,
     holds_out_rows,
-    load_train_and_held_out,
 )
-from lockstep.data.prompts import FixedPrompts, PromptSet
+from lockstep.data.prompts import FixedPrompts
 from lockstep.data.row_tools import RowTools
 from lockstep.engine.build import is_external, make_engine
 from lockstep.environments.hosts import ToolHosts
 from lockstep.environments.tool_environment import ToolEnvironment
-from lockstep.errors import ConfigError, together
+from lockstep.errors import ConfigError
 from lockstep.loop.determinism import (
     batch_invariance_lines,
     batch_invariance_manifest,
@@ -39,13 +37,19 @@ from lockstep.loop.determinism import (
     prepare_kernels,
 )
 from lockstep.loop.distributed import mesh_coordinates
-from lockstep.loop.engines import engine_model, engine_report, external_engine_spec, report_lines
+from lockstep.loop.engines import (
+    engine_model,
+    engine_report,
+    external_engine_spec,
+    leads_engine,
+    report_lines,
+)
+from lockstep.loop.environment import check_own_environment, load_prompts
 from lockstep.loop.expert_checks import check_experts
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
 from lockstep.loop.machine import check_devices, expand_segments, find_machine
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
-from lockstep.loop.preflight import faults
 from lockstep.loop.remote_roles import RemoteCritic, build_others
 from lockstep.loop.resolve import Resolved, resolve
 from lockstep.loop.role_worker import RoleWorker
@@ -55,7 +59,6 @@ from lockstep.models.architectures import text_config
 from lockstep.models.load import (
     LoadedModel,
     OpenedModel,
-    check_positions,
     load_model,
     open_model,
 )
@@ -67,7 +70,6 @@ from lockstep.protocols import Algorithm, InferenceEngine, SharesWeights, TrainB
 from lockstep.ranks.context import RankContext
 from lockstep.registry import require_members
 from lockstep.rollout.environment import Environment, SingleTurn
-from lockstep.rollout.prompt_kinds import prompt_kinds
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.contract import KernelContract
@@ -202,37 +204,43 @@ class Builder:
             if own is None:
                 of_config = RewardSet(config.rewards, functions=rewards)
                 self._closing.callback(of_config.close)
-                return self._of_config(opened, of_config)
-            if rewards:
-                raise ConfigError(
-                    "contradiction: both rewards and environment are given, but an environment computes "
-                    "its own scores; leave rewards out"
-                )
-            if evaluates(config) and not len(own.held_out(config.eval.num_prompts)):
-                raise ConfigError(
-                    f"nothing-to-do: eval.before = {config.eval.before}, eval.every = {config.eval.every}, "
-                    f"eval.after = {config.eval.after}, but held_out of {type(own).__name__} returned no "
-                    "tasks; return some tasks from it, or turn evaluations off"
-                )
-            if config.reward_model is not None:
-                raise ConfigError(
-                    f"no-effect: reward_model.name = {config.reward_model.name!r} only scores samples of "
-                    "the config's environment, not of yours; leave it out, or score in your environment"
-                )
-        return own
+            else:
+                check_own_environment(own, config, rewards=rewards)
+        if own is not None:
+            return own
+        return self._of_config(opened, of_config)
 
     def _of_config(self, opened: OpenedModel, rewards: RewardSet) -> Environment:
         config, section = self.config, self.config.environment
-        if section is None:
-            prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out)
-            return SingleTurn(rewards, prompts=prompts, held_out=held_out)
-        hosts = ToolHosts(section, journal=self.hooks.journal)
-        self._closing.callback(hosts.close)
-        if not rewards and config.reward_model is None:
-            hosts.require_reward()
-        prompts, held_out = _load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=hosts.tools)
-        chat = ChatFormat(config.data, opened.tokenizer)
-        return ToolEnvironment(section, rewards, hosts=hosts, chat=chat, prompts=prompts, held_out=held_out)
+        hosts, tools = (None, None) if section is None else self._tool_hosts(section, rewards)
+        with self.ranks.fail_together("loading model and data"):
+            prompts, held_out = load_prompts(config, opened, rewards, hold_out=self.hold_out, tools=tools)
+            if section is None or hosts is None:
+                return SingleTurn(rewards, prompts=prompts, held_out=held_out)
+            return ToolEnvironment(
+                section,
+                rewards,
+                hosts=hosts,
+                chat=ChatFormat(config.data, opened.tokenizer),
+                prompts=prompts,
+                held_out=held_out,
+            )
+
+    def _tool_hosts(
+        self, section: EnvironmentConfig, rewards: RewardSet
+    ) -> tuple[ToolHosts | None, RowTools | None]:
+        """Start the classes' hosts, and return them with the tools that prompts show. Ranks that run one
+        engine together need the tools, but only the first of them samples and has hosts."""
+        assert self._resolved is not None, "environment() has set it"
+        hosts = None
+        with self.ranks.fail_together("starting the environment"):
+            if leads_engine(self._resolved, self.ranks):
+                hosts = ToolHosts(section, journal=self.hooks.journal)
+                self._closing.callback(hosts.close)
+                if not rewards and self.config.reward_model is None:
+                    hosts.require_reward()
+        own = None if hosts is None else hosts.tools
+        return hosts, self.ranks.broadcast(own, RowTools | None, what="the environment's tools")
 
     def algorithm(self) -> Algorithm:
         """Return advantages and loss."""
@@ -387,41 +395,6 @@ def _small_set_notes(config: GRPORun, environment: Environment) -> list[str]:
     ]
 
 
-def _load_prompts(
-    run: GRPORun,
-    model: OpenedModel,
-    rewards: RewardSet,
-    *,
-    hold_out: HoldOut | None,
-    tools: RowTools | None = None,
-) -> tuple[PromptSet, FixedPrompts]:
-    """Load what there is to learn from; whatever of it, the config and the rewards do not fit each other is
-    refused before weights are read. All such faults are reported together."""
-    loaded: list[tuple[PromptSet, FixedPrompts]] = []
-
-    def load() -> None:
-        both = load_train_and_held_out(
-            run,
-            tokenizer=model.tokenizer,
-            vocab_size=model.text.vocab_size,
-            hold_out=hold_out,
-            tools=tools,
-        )
-        for prompts in both:
-            if isinstance(prompts, FixedPrompts) and len(prompts):
-                rewards.check_row(prompts[0].row)
-                rewards.check_rows(prompts.first)
-        prompt_kinds(islice(both[1], run.eval.num_prompts), run.eval.kinds)  # while a search can be refused
-        loaded.append(both)
-
-    longest = run.longest_unit
-    setting = f"data.max_prompt_tokens + {run.rollout.length_setting}"
-    found = faults([partial(check_positions, model, longest, setting=setting), load])
-    if found:
-        raise together(found)
-    return loaded[0]
-
-
 def _with_policy(run: GRPORun) -> tuple[Role, ...]:
     """Roles whose memory is the policy's backend's."""
     return ("policy",) if "ref" in run.remote_roles else ("policy", "ref")
@@ -460,6 +433,7 @@ def make_planner(resolved: Resolved[GRPORun], ranks: RankContext) -> Planner:
         max_seqlen=run.longest_unit,
         max_documents=run.rollout.samples,
         parts=data_parallel(run, ranks),
+        whole_trajectories=run.algorithm.resolved().whole_sequences,
     )
 
 

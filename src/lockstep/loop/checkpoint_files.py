@@ -41,10 +41,12 @@ def checked_run_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
         state.setdefault("evaluated", [[each["step"], name] for name, each in state["evaluations"].items()])
     state.setdefault("inputs_seen", 0)
     state.setdefault("gap_checked", True)
-    evaluated, seconds = state.get("evaluated"), state.get("wall_seconds")
+    state.setdefault("evaluation_seconds", 0.0)
+    evaluated = state.get("evaluated")
     good = {
         "step": is_step(state.get("step")),
-        "wall_seconds": isinstance(seconds, int | float) and 0 <= seconds < 1e12,
+        "wall_seconds": _is_seconds(state.get("wall_seconds")),
+        "evaluation_seconds": _is_seconds(state["evaluation_seconds"]),
         "trained_tokens": is_step(state.get("trained_tokens")),
         "inputs_seen": is_step(state["inputs_seen"]),
         "gap_checked": isinstance(state["gap_checked"], bool),
@@ -59,6 +61,10 @@ def checked_run_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
         if not right:
             raise _wrong_field(path / RUN_STATE, name, f"is {state.get(name)!r:.200}")
     return state
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1e12
 
 
 def _is_evaluated(value: Any) -> bool:

@@ -191,6 +191,12 @@ def manifest() -> dict[str, Any]:
     }
 
 
+def started_at(folder: RunDir) -> float | None:
+    """Return when a run was first started, in seconds since the epoch; None: its manifest does not say."""
+    started = folder.read_manifest().get("started")
+    return datetime.datetime.fromisoformat(started).timestamp() if isinstance(started, str) else None
+
+
 def resume_flags(ranks: RankContext) -> str:
     """Return what the command that goes on with a run needs, to have as many ranks again."""
     if ranks.world_size == 1:

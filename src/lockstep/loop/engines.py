@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.config.engine import EngineConfig
+from lockstep.config.engine import EngineConfig, has_own_weights
 from lockstep.config.engine import resolved as resolved_engine
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import GRPORun
@@ -26,6 +26,7 @@ from lockstep.models.load import LoadedModel, allocated, load_model
 from lockstep.models.tensor_parallel import apply_tensor_parallel, tensor_parallel_plan
 from lockstep.protocols import TrainBackend
 from lockstep.protocols.engine import InferenceEngine, WeightTransfer, receives_weights
+from lockstep.ranks.context import RankContext
 from lockstep.schema.weights import WeightPart
 
 # The spec of an engine with its own weights: a folder of the run's model without weights, its dtype, lengths
@@ -125,6 +126,14 @@ def engine_model(resolved: Resolved[GRPORun], model: LoadedModel, backend: Train
         return allocated(own, device=device)
     own = allocated(own, device=device)
     return convert_copy(own) if resolved.batch_invariant else own
+
+
+def leads_engine(resolved: Resolved[GRPORun], ranks: RankContext) -> bool:
+    """Return whether this rank samples: the ranks of train.tp run an engine native in their own processes
+    together, and the first of them asks for all samples."""
+    run = resolved.run
+    together = run.train.tp if resolved.engine == "native" and not has_own_weights(run.engine) else 1
+    return ranks.rank % together == 0
 
 
 def _rank_part(model: LoadedModel, part: WeightPart, *, batch_invariant: bool) -> LoadedModel:

@@ -12,6 +12,7 @@ with Run.open(config) as run:
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from lockstep.loop.distributed import (
     open_run_dir,
     resume_command,
     saying_how_to_go_on,
+    started_at,
 )
 from lockstep.loop.gap_check import gap_complaint
 from lockstep.loop.hub import push_export
@@ -50,6 +52,7 @@ from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_setti
 from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
 from lockstep.loop.saved import saved
 from lockstep.loop.saving import Saving
+from lockstep.loop.warm_start import warm_start_seconds
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel
 from lockstep.observe import flight
@@ -59,6 +62,7 @@ from lockstep.observe.memory_plans import OutOfMemory
 from lockstep.observe.metrics import MetricsLog, Spans
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.run_history import EVALUATIONS
+from lockstep.observe.template_renderer import rendering_at
 from lockstep.protocols import Algorithm
 from lockstep.ranks.context import RankContext, record
 from lockstep.ranks.environment import recovery
@@ -204,7 +208,7 @@ class Run:
             connect_ranks(train.device, start.get("ranks"), check=check) as ranks,
         ):
             given: Start = {**start, "ranks": ranks}
-            with Run(config, **given) as run:
+            with Run(config, **given) as run, rendering_at(started_at(run.dir)):
                 yield run
 
     def _show_phase(self, spans: tuple[str, ...]) -> None:
@@ -445,15 +449,16 @@ class Run:
         name: EvaluationName = "before" if done == 0 else "after" if done == self.config.steps else "during"
         if not self.config.is_evaluation_due(name, done) or self._saving.state.is_evaluated(name, done):
             return False
+        began = time.monotonic()
         result = evaluate(name, done)
         if result is None:
             return False
-        self._begun = True
+        seconds, self._begun = time.monotonic() - began, True
         self._write(done, {f"eval/{key}": value for key, value in result.numbers.items()}, evaluation=name)
         if result.rows:
             self.dir.write_evaluation(name if name != "during" else f"step-{done:06d}", result.rows)
         # Last: what could not be written is evaluated again.
-        self._saving.state.add_evaluation(name, done, result.numbers)
+        self._saving.state.add_evaluation(name, done, result.numbers, seconds=seconds)
         self._saving.take_boundary(done)
         self.display.note(evaluation_line(name, done, result.numbers, budget_factor=result.budget_factor))
         return True
@@ -578,6 +583,8 @@ class Run:
             "outcome": outcome,
             "run_dir": str(self.dir.path),
             "wall_seconds": round(state.wall_seconds(), 1),
+            "evaluation_seconds": round(state.values["evaluation_seconds"], 1),
+            **warm_start_seconds(self.dir.path),
             "trained_tokens": state.values["trained_tokens"],
             "eval_before": evaluations.get("before"),
             "eval_after": evaluations.get("after"),

@@ -32,15 +32,16 @@ class RunState:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {"evaluations": {}, "evaluated": [], "wall_seconds": 0.0}
-        self.values |= {"trained_tokens": 0, "gap_checked": False}
+        self.values |= {"trained_tokens": 0, "gap_checked": False, "evaluation_seconds": 0.0}
         self._started = time.monotonic()
 
     def is_evaluated(self, name: str, done: int) -> bool:
         """Return whether evaluation `name` of the weights after `done` steps is known."""
         return bool(self.values["evaluations"].get(name, {}).get("step") == done)
 
-    def add_evaluation(self, name: str, done: int, numbers: Mapping[str, Any]) -> None:
+    def add_evaluation(self, name: str, done: int, numbers: Mapping[str, Any], *, seconds: float) -> None:
         """Remember an evaluation, which need not be made again."""
+        self.values["evaluation_seconds"] += seconds
         self.values["evaluations"][name] = {"step": done, **numbers}
         self.values["evaluated"].append([done, name])
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, cast
 
 from lockstep.config.load import load_run, override, to_values
 from lockstep.config.run import GRPORun, SFTRun
+from lockstep.errors import CheckpointError
+from lockstep.observe.run_history import read_summary
 
 FOLDER = "warm_start"
 """Of the run directory."""
@@ -36,3 +39,12 @@ def after_warm_start(run: GRPORun, folder: Path) -> GRPORun:
     model = {"model.name": str(folder / FOLDER / "export"), "model.revision": None}
     own = {"run_dir": str(folder), "warm_start": None, **model}
     return cast(GRPORun, override(run, own, origin="warm_start"))
+
+
+def warm_start_seconds(folder: Path) -> dict[str, float]:
+    """Return warm_start_seconds for the summary of the run in `folder`; empty if it began without one."""
+    with contextlib.suppress(CheckpointError):  # a run does not fail at its end for want of this number
+        seconds = (read_summary(folder / FOLDER / "summary.json") or {}).get("wall_seconds")
+        if isinstance(seconds, int | float):
+            return {"warm_start_seconds": seconds}
+    return {}

@@ -11,6 +11,7 @@ from typing import Any, Unpack, cast
 from lockstep.config.load import check_resumable
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, on_ranks
 from lockstep.errors import ConfigError
+from lockstep.loop.build import Builder
 from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.epochs import with_steps
 from lockstep.loop.preflight import preflight
@@ -62,6 +63,9 @@ def train_online(
         return rl.train(run, rewards=rewards, environment=environment, **start)
     check = partial(on_ranks, run)
     with connect_ranks(run.train.device, start.get("ranks"), check=check) as ranks:
+        if environment is None:  # tools and template, which would else be looked at after the warm start
+            with Builder(run, ranks=ranks) as build:
+                build.environment(rewards=rewards)
         folder = ranks.broadcast(run.run_dir or new_path(run.name), Path, what="naming the run directory")
         warm_start = _train_warm_start(run, folder, ranks)
         if warm_start["outcome"] != "finished":

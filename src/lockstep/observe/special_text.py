@@ -14,7 +14,7 @@ import re
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from lockstep.errors import DataError
@@ -38,6 +38,8 @@ class SpecialText:
         self._longest = max(map(len, self.by_text), default=1) - 1
         ends = {end for text in self.by_text for end in (text[0], text[-1])}
         self._ends = re.compile(f"[{re.escape(''.join(sorted(ends)))}]" if ends else "(?!)")
+        self._escaped = any(json.dumps(end, ensure_ascii=False) != f'"{end}"' for end in ends)
+        """Whether JSON writes one of them otherwise."""
 
     def places(self, content: str) -> Places:
         """Return where a content holds a special token, and where the beginning or the end of one could be
@@ -64,10 +66,17 @@ class SpecialText:
 
         A message of the assistant stays as it is: it is what a policy writes, special tokens included.
         """
+        theirs = [each for each in messages if each.get("role") != "assistant"]
+        if not self._may_hide([theirs, options]):
+            return None
         hidden = Hidden()
         made = [each if each.get("role") == "assistant" else self._hidden(each, hidden) for each in messages]
         variables = self._hidden(options, hidden)
         return (made, variables, hidden) if hidden.texts else None
+
+    def _may_hide(self, value: Any) -> bool:
+        """Whether any text of a value could have `places`: a look at all of them at once."""
+        return self._escaped or self._ends.search(json.dumps(value, ensure_ascii=False)) is not None
 
     def _hidden(self, value: Any, hidden: Hidden) -> Any:
         if isinstance(value, str):
@@ -91,8 +100,7 @@ class SpecialText:
         """
         tokenizer: Any = self._tokenizer()
         if not plain:
-            ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
+            return whole_ids(tokenizer, [text])[0]
         if not tokenizer.is_fast:
             raise DataError(
                 "unsupported-chat-template: a content holds the text of a special token, and this tokenizer "
@@ -107,7 +115,9 @@ class SpecialText:
                 count += len(self.pattern.findall(piece))
                 piece = self.pattern.sub(lambda match: names[match.group()], piece)
             written.append(piece)
-        of_twin = twin.encode("".join(written), add_special_tokens=False).ids
+        (of_twin,) = (
+            each.ids for each in twin.encode_batch_fast(["".join(written)], add_special_tokens=False)
+        )
         result = [numbers.get(i, i) for i in of_twin]
         if sum(i in self.ids and i != self._unknown for i in result) != count:
             held = {text[start:end] for start, end in plain}
@@ -192,6 +202,38 @@ def _pieces(text: str, plain: Places) -> Iterator[tuple[str, bool]]:
         yield text[start:stop], True
         end = stop
     yield text[end:], False
+
+
+def whole_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text as the tokenizer encodes it, without special tokens around it."""
+    if not texts:
+        return []
+    if (backend := _bare_backend(tokenizer)) is not None:
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+def _bare_backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer, where transformers would call it with nothing added, and without the offsets and
+    masks that it would compute; else None."""
+    if not _encodes_as_transformers(type(tokenizer).__mro__):
+        return None
+    backend = tokenizer.backend_tokenizer
+    asked = (backend.truncation, backend.padding, backend.encode_special_tokens)
+    return backend if asked == (None, None, bool(tokenizer.split_special_tokens)) else None
+
+
+@lru_cache(maxsize=64)
+def _encodes_as_transformers(classes: tuple[type, ...]) -> bool:
+    """Return whether a tokenizer's classes take their call unchanged from transformers' fast tokenizers."""
+    definers = (
+        next((each.__module__ for each in classes if name in vars(each)), "")
+        for name in ("__call__", "_encode_plus")
+    )
+    of_all, of_fast = "transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"
+    return tuple(definers) == (of_all, of_fast)
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:

@@ -13,6 +13,8 @@ import os
 import re
 import resource
 import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +35,7 @@ _KEPT = ("HOME", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "TZ")
 """Environment variables that the child gets: for loading libraries, and for strftime_now."""
 _NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 _NAME = re.compile(r"[A-Za-z]\w*")
+_VARIABLES_KEPT = 64
 _PLACEHOLDER = [{"role": "user", "content": ""}]
 
 
@@ -52,7 +55,8 @@ class RenderJob:
     where: str
     """File and row of the conversation, for error messages."""
     now: float | None = None
-    """Seconds since the epoch for templates that write the date or the time; None: when it is rendered."""
+    """Seconds since the epoch for templates that write the date or the time; None: those of `rendering_at`,
+    or when it is rendered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +87,26 @@ class Rendered:
     """Of the job's `turns`, in order."""
     plain: Places = ()
     """Where the text is a content's, and could be taken for a special token, see `SpecialText`."""
+
+
+_at: float | None = None
+
+
+@contextlib.contextmanager
+def rendering_at(seconds: float | None) -> Iterator[None]:
+    """Let templates of this process write the date and the time of `seconds` since the epoch: a run that is
+    resumed on another day renders what it rendered before. None: those of each rendering."""
+    global _at
+    before, _at = _at, seconds
+    try:
+        yield
+    finally:
+        _at = before
+
+
+def rendering_time() -> float:
+    """Return the seconds since the epoch that templates write: of `rendering_at`, or now."""
+    return time.time() if _at is None else _at
 
 
 def render_chats(tokenizer: Any, jobs: Sequence[RenderJob]) -> Iterator[Rendered | DataError]:
@@ -169,7 +193,14 @@ def _shared(tokenizer: Any, job: RenderJob, shared: dict[str, str]) -> str:
     with _passable(job):
         key = _json([job.template, job.options])
         if key not in shared:
-            shared[key] = _json([job.template, _variables(tokenizer, job.options)])
+            # Across calls too, because each turn of a conversation is a call.
+            names = str(sorted(tokenizer.special_tokens_map.items()))
+            known = _variables_of.setdefault(tokenizer, {})
+            if (key, names) not in known:
+                if len(known) >= _VARIABLES_KEPT:  # rows may each have their own
+                    known.clear()
+                known[key, names] = _json([job.template, _variables(tokenizer, job.options)])
+            shared[key] = known[key, names]
         return shared[key]
 
 
@@ -177,6 +208,8 @@ def _item(job: RenderJob, shared: str) -> _Item:
     with _passable(job):
         messages = _json(job.messages)
     content = {"messages": messages, "generate": job.generate, "turns": list(job.turns), "now": job.now}
+    if job.now is None:
+        content["now"] = _at
     return _Item(where=job.where, shared=shared, content=content)
 
 
@@ -293,6 +326,8 @@ def _stopped(why: str, where: str) -> DataError:
 
 
 _renderer = Renderer()
+_variables_of: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
+"""By tokenizer: what `_shared` returned."""
 os.register_at_fork(after_in_child=_renderer.after_fork)
 
 

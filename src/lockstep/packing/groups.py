@@ -12,7 +12,7 @@ from typing import Literal
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
 from lockstep.packing.shared import Prefixes
-from lockstep.schema.batch import PreferenceSample, TrainSample
+from lockstep.schema.batch import PreferenceSample, TrainSample, trajectory_slices
 
 # Each is a graph to compile, and more of them would save little padding.
 MAX_BUCKETS = 4
@@ -41,6 +41,8 @@ class PackLimits:
     documents is rounded up to a power of four, because empty documents cost a flash kernel time."""
     min_packs: int = 1
     """Fewest micro-batches, such as one per rank."""
+    whole_trajectories: bool = False
+    """Keep the parts of a trajectory in one pack: a loss of whole sequences needs all their tokens."""
 
 
 def pack_groups(
@@ -55,7 +57,10 @@ def pack_groups(
     Raises:
         DataError: a sample is empty or longer than the budget, or an answer of a pair without its other one.
     """
-    lengths, units = [len(sample) for sample in samples], _units(samples)
+    lengths, units = [len(sample) for sample in samples], _units(samples, limits)
+    largest = max(map(len, units))
+    if limits.whole_trajectories and largest > 1:
+        prefixes = None  # groups of one prompt could be cut within a trajectory
     if limits.layout == "padded":
         return _dense_groups(lengths, units, limits, width=width)
     budget, per_pack = limits.token_budget, limits.max_documents
@@ -71,7 +76,7 @@ def pack_groups(
             [sum(lengths[i] for i in unit) for unit in units],
             token_budget=budget,
             min_packs=limits.min_packs,
-            max_documents=None if per_pack is None else per_pack // len(units[0]),
+            max_documents=None if per_pack is None else per_pack // largest,
         )
         groups = [[i for unit in group for i in units[unit]] for group in unit_groups]
     if width is None or limits.min_packs > 1:
@@ -103,12 +108,15 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
-    """Samples that must stay in one pack: the two answers of a preference pair, else a document.
+def _units(samples: Sequence[TrainSample], limits: PackLimits) -> list[list[int]]:
+    """Samples that must stay in one pack: the two answers of a preference pair, the parts of a trajectory if
+    the limits say so, else a document.
 
     Raises:
-        DataError: an answer without its other one.
+        DataError: an answer without its other one, or a trajectory that exceeds the budget.
     """
+    if limits.whole_trajectories:
+        return [_trajectory(samples, parts, limits) for parts in trajectory_slices(samples)]
     if not isinstance(samples[0], PreferenceSample):
         return [[i] for i in range(len(samples))]
     ids = [sample.sample_id for sample in samples]
@@ -123,13 +131,26 @@ def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
     return units
 
 
+def _trajectory(samples: Sequence[TrainSample], parts: slice, limits: PackLimits) -> list[int]:
+    unit = list(range(len(samples)))[parts]
+    tokens = sum(len(samples[i]) for i in unit)
+    if len(unit) > 1 and tokens > limits.token_budget:
+        raise DataError(
+            f"too-long: the {len(unit)} parts of a trajectory have {tokens} tokens together, more than "
+            f"train.token_budget = {limits.token_budget}, but the algorithm's ratio, correction or mask of a "
+            "whole sequence needs all of them in one micro-batch; raise train.token_budget, or set "
+            "algorithm.ratio = 'token'"
+        )
+    return unit
+
+
 def _dense_groups(
     lengths: Sequence[int], units: Sequence[Sequence[int]], limits: PackLimits, *, width: int | None
 ) -> list[list[int]]:
     """Group units by their longest document, longest first, cut where rows x width would exceed the
     budget."""
     balance(lengths, token_budget=limits.token_budget, min_packs=len(lengths))  # refuses what cannot fit
-    rows = len(units[0])
+    rows = max(map(len, units))
     most = min((limits.max_documents or len(lengths)) // rows, -(-len(units) // limits.min_packs))
     widest = [max(lengths[i] for i in unit) for unit in units]
     groups: list[list[int]] = []

@@ -37,7 +37,7 @@ Samples = TypeVar("Samples", bound=TrainSample)
 _PER_TOKEN = (
     *("token_ids", "positions", "labels", "loss_mask", "loss_weights"),
     *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "returns", "old_values"),
-    *("margins", "desirability", "kl_baseline", "current"),
+    *("margins", "desirability", "kl_baseline", "current", "trajectories"),
 )
 """Per-token fields of batches, of which each kind has some."""
 
@@ -156,6 +156,8 @@ def _columns(
         )
     if samples[0].current is not None:
         columns["current"] = torch.cat(_column(samples, "current"))
+    if max(numbers := _column(samples, "trajectory")) >= 0:
+        columns["trajectories"] = (torch.tensor(numbers) + 1).repeat_interleave(lengths)
     return columns | ({"ref_logprobs": torch.cat(refs)} if refs else {}), PolicyBatch
 
 
@@ -288,6 +290,8 @@ class Planner:
     """Most documents of one optimizer step."""
     parts: int = 1
     """Ranks that micro-batches are assigned to."""
+    whole_trajectories: bool = False
+    """See PackLimits."""
 
     def __call__(
         self,
@@ -305,6 +309,7 @@ class Planner:
             max_seqlen=self.max_seqlen if self.static_capacity else None,
             max_documents=self.max_documents if self.static_capacity else None,
             min_packs=self.parts,
+            whole_trajectories=self.whole_trajectories,
         )
         return plan_micro_batches(samples, loss_weights, limits, whole=whole, parts=self.parts)
 

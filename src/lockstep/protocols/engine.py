@@ -34,6 +34,8 @@ class Finished:
     """Index in `handle.request.seeds`."""
     completion: Completion
     """The completion of this turn; its prompt is the whole context before it."""
+    more: bool = False
+    """Others have ended as well, and come next, before the engine works on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -156,6 +156,8 @@ class _Run:
         self._asked: deque[_Episode] = deque()
         """Episodes whose next turn the engine does not know yet."""
         self._ended: deque[_Episode] = deque()
+        self._answers: list[tuple[_Episode, Trajectory]] = []
+        """Turns from the engine that their environments do not know yet."""
         self._running = self._in_engine = self._passed = 0
         self._submitted = self._stopped = self._settling = False
         self._failure: BaseException | None = None
@@ -195,7 +197,10 @@ class _Run:
                 with contextlib.closing(self._stream()) as stream:
                     for done in stream:
                         self._finished(done)
+                        if not done.more:
+                            self._answer_all()
                         self._look()
+                self._answer_all()
                 if self._in_engine and self._passed == passed:
                     break  # the engine has lost them
             elif not waits:
@@ -236,7 +241,7 @@ class _Run:
         self._pass_on()
 
     def _finished(self, done: Finished) -> None:
-        """Take a turn from the engine, and let its environment go on."""
+        """Take a turn from the engine."""
         with self._lock:
             episode = self._handles[done.handle][done.sample]
             self._in_engine -= 1
@@ -254,7 +259,20 @@ class _Run:
         episode.held = done
         if holds_turns(self._engine):
             self._engine.hold(done, seconds=self._rules.wait_seconds)
-        self._settle(lambda: self._answer(episode, trajectory))
+        self._answers.append((episode, trajectory))
+
+    def _answer_all(self) -> None:
+        """Let the environments of the turns that have ended go on: those of one step of the engine together,
+        because each takes two changes of threads, while a GPU has nothing to do."""
+        answers, self._answers = self._answers, []
+        if not answers:
+            return
+
+        def answer() -> None:
+            for each in answers:
+                self._answer(*each)
+
+        self._settle(answer)
         if self._asked and not self._stopped and self.stop():
             self._stop()
         self._pass_on()
@@ -443,6 +461,8 @@ class _Run:
         self._news.set()
 
     def _answer(self, episode: _Episode, trajectory: Trajectory) -> None:
+        if episode.over:  # it was stopped meanwhile
+            return
         self._watch(episode)
         assert episode.answer is not None
         if not episode.answer.done():

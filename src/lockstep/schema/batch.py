@@ -425,6 +425,10 @@ class PolicyBatch(PackedBatch):
     """[T] float32, nats, from the frozen reference. None if the algorithm has no KL term."""
     current: Tensor | None = None
     """[T] bool, PolicySample.current. It is not recorded."""
+    trajectories: Tensor | None = None
+    """[T] int64, the number of the trajectory, counted from 1, at documents that are parts of one; 0
+    elsewhere. Parts that follow one another are one sequence for ratios and masks of a whole sequence. None:
+    no document is a part. It is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -163,15 +163,22 @@ def test_a_trajectory_says_how_much_it_needs_and_nothing_is_moved_or_recomputed(
     assert grows.stats().recomputed_tokens > 0
 
 
-def test_turns_that_come_back_run_before_first_turns(model):
+@pytest.mark.parametrize(
+    ("trajectory_tokens", "right"),
+    [(0, [0, 0, 1, 1, 2, 2]), (13, [0, 1, 2, 0, 1, 2]), (300, [0, 0, 1, 1, 2, 2])],
+)
+def test_turns_that_come_back_run_before_first_turns_unless_all_trajectories_fit(
+    trajectory_tokens, right, model
+):
     engine = engine_of(model, max_batch=1, kv_cache_tokens=500)
-    handles = [engine.submit(one) for one in asked((4, 5, 6), samples=1)]
+    requests = asked((4, 5, 6), samples=1, trajectory_tokens=trajectory_tokens)
+    handles = [engine.submit(one) for one in requests]
     order = []
     for done in engine.finished():
         order.append(handles.index(done.handle))
         if order.count(order[-1]) < 2:
             engine.continue_(done, (3,), sampling=TURN)
-    assert order == [0, 0, 1, 1, 2, 2]
+    assert order == right
 
 
 def test_a_turn_that_comes_back_does_not_wait_for_an_eighth_of_the_rows(model):

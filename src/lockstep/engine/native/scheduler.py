@@ -121,7 +121,7 @@ class Scheduler:
         self.recomputed_tokens = 0
         self._waiting = deque[Sample]()
         self._returning = deque[Sample]()
-        """Later turns, which run before those of `_waiting`."""
+        """Later turns and preempted samples, see `_next`."""
         self._patience = _PATIENCE
         self._kept: dict[Sample, None] = {}
         """Finished samples with a block, the oldest first."""
@@ -235,7 +235,7 @@ class Scheduler:
             return None
         admission = Admission()
         new: list[Sample] = []
-        while (queue := self._returning or self._waiting) and len(new) < free:
+        while (queue := self._next()) and len(new) < free:
             sample = queue[0]
             # A preempted sample may still have a token on its way; until that is read, its tokens are not all
             # known here.
@@ -252,6 +252,18 @@ class Scheduler:
         self._columns = np.concatenate([self._columns, np.array([_column(s) for s in new]).T], 1)
         self._update_block_columns()
         return admission
+
+    def _next(self) -> deque[Sample]:
+        """The queue whose first sample is the next to run: later turns, whose keys take memory meanwhile.
+
+        Where memory holds all trajectories from beginning to end, those that have not begun come first:
+        otherwise nothing would run beside the last of them while they wait for their tools.
+        """
+        if self._waiting and self._returning and self._roomy:
+            first, preempted = self._waiting[0], self._returning[0].turn.after is None
+            if first.reach and not preempted and first.most_keys <= self._allocator.free:
+                return self._waiting
+        return self._returning or self._waiting
 
     def _due(self, free: int) -> bool:
         """Whether samples may enter in this step."""
