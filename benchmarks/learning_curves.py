@@ -317,11 +317,12 @@ def summary(report: dict[str, Any]) -> list[str]:
 
 
 def ratios_of(runs: list[dict[str, Any]], side: str, clock: str) -> Iterator[float]:
-    """Time of `side` over TRL's to the accuracy that TRL has at 80 % of its gain, for each seed of both;
-    infinite where the side never has it."""
+    """Time of `side` over TRL's to the accuracy that TRL has at 80 % of its gain, for each seed in which TRL
+    gains; infinite where the side never has it."""
     cells = {(run["side"], run["seed"]): run for run in runs}
     for seed in sorted({run["seed"] for run in runs}):
-        if (own := cells.get((side, seed))) and (trl := cells.get(("trl", seed))):
+        own, trl = cells.get((side, seed)), cells.get(("trl", seed))
+        if own and trl and trl["after"] > trl["before"]:
             target = trl["before"] + 0.8 * (trl["after"] - trl["before"])
             yield reached(own, target, clock) / reached(trl, target, clock)
 
