@@ -34,6 +34,7 @@ The protocol, written down before the runs (constants are in learning_sides.py):
 from __future__ import annotations
 
 import argparse
+import gzip
 import importlib.util
 import json
 import os
@@ -60,6 +61,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> task of reasoning-gym and its settings. All answers are integers."""
 HELD_OUT = 1024
 SIDES = {"native": "Lockstep, native", "vllm": "Lockstep, vLLM", "trl": "TRL, vLLM"}
+FIRST_PORT = 29600
 NEEDS = {"native": ["lockstep"], "vllm": ["lockstep", "vllm"], "trl": ["trl", "datasets", "vllm"]}
 
 
@@ -77,14 +79,18 @@ def main() -> int:
     run.add_argument("--gpus", nargs="+", default=["0"], help="each takes one run at a time; 'cpu' to try")
     run.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    run.add_argument(
+        "--cells", nargs="+", metavar="SIDE-SEED", help="these runs, in place of sides and seeds"
+    )
     run.add_argument("--steps", type=int, default=STEPS, help="other numbers are no result")
     run.add_argument("--prompts", type=int, default=PROMPTS, help="the same")
     run.add_argument("--held-out", type=int, default=HELD_OUT, help="the same")
-    run.add_argument("--seconds", type=float, default=150, help="deadline of one run, start-up included")
+    run.add_argument("--seconds", type=float, default=300, help="deadline of one run, start-up included")
     run.add_argument("--scratch", type=Path, help="folder of the runs (default: beside --out)")
     run.add_argument("--out", type=Path, required=True)
     show = commands.add_parser("show")
-    show.add_argument("file", type=Path)
+    show.add_argument("files", nargs="+", type=Path, help="a run in a later file replaces an earlier one")
+    show.add_argument("--merged", type=Path, help="write one .json.gz of them all")
     show.add_argument("--image", type=Path)
     args = parser.parse_args()
     return {"data": make_data, "run": run_cells, "show": show_result}[args.command](args)
@@ -120,9 +126,13 @@ def make_data(args: argparse.Namespace) -> int:
 
 def run_cells(args: argparse.Namespace) -> int:
     """Each side with each seed, one run per GPU at a time; 1 if one failed or is missing."""
+    cells = [(side, seed) for side in reversed(args.sides) for seed in args.seeds]  # the slowest first
+    if args.cells:
+        cells = [(side, int(seed)) for side, _, seed in (cell.partition("-") for cell in args.cells)]
+    sides = list(dict.fromkeys(side for side, _ in cells))
     scratch = args.scratch or args.out.parent / f"{args.out.stem}-runs"
     missing = {
-        side: [name for name in NEEDS[side] if importlib.util.find_spec(name) is None] for side in args.sides
+        side: [name for name in NEEDS[side] if importlib.util.find_spec(name) is None] for side in sides
     }
     if args.gpus == ["cpu"]:
         missing = {side: [name for name in names if name != "vllm"] for side, names in missing.items()}
@@ -130,12 +140,12 @@ def run_cells(args: argparse.Namespace) -> int:
         "command": ["benchmarks/learning_curves.py", *sys.argv[1:]],
         "left_out": {side: names for side, names in missing.items() if names},
         "machine": machine(),
+        "seconds": args.seconds,
         "runs": [],
     }
     for side, names in report["left_out"].items():
         print(f"left out: {side}, no package {', '.join(names)}", flush=True)
-    # The slowest come first.
-    waiting = [(side, seed) for side in reversed(args.sides) for seed in args.seeds if not missing[side]]
+    waiting = [cell for cell in cells if not missing[cell[0]]]
     free, running = list(args.gpus), {}
     while waiting or running:
         while waiting and free:
@@ -182,6 +192,8 @@ def start(args: argparse.Namespace, scratch: Path, side: str, seed: int, *, gpu:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if side == "trl":  # its vLLM's port, which would be 29500 in every run
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(FIRST_PORT + 16 * seed)}
     command = [sys.executable, str(Path(__file__).with_name("learning_sides.py")), json.dumps(job)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -277,15 +289,30 @@ def machine() -> dict[str, Any]:
 
 def show_result(args: argparse.Namespace) -> int:
     """Print the tables of a result, and draw it."""
-    import gzip
-
-    opened = gzip.open if args.file.suffix == ".gz" else open
-    with opened(args.file, "rt") as file:
-        report = json.load(file)
+    report = merged([json.loads(read(file)) for file in args.files])
     print("\n".join(summary(report)))
+    if args.merged:
+        args.merged.write_bytes(gzip.compress(json.dumps(report).encode(), mtime=0))
     if args.image:
         draw(report, args.image)
     return 0
+
+
+def read(file: Path) -> str:
+    """The text of a .json or .json.gz file."""
+    content = file.read_bytes()
+    return (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
+
+
+def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report of the runs of several: the last one of each side and seed."""
+    runs = {(run["side"], run["seed"]): run for report in reports for run in report["runs"]}
+    return {
+        **reports[-1],
+        "command": [report["command"] for report in reports],
+        "seconds": [report.get("seconds", 150) for report in reports],
+        "runs": list(runs.values()),
+    }
 
 
 def summary(report: dict[str, Any]) -> list[str]:
