@@ -370,7 +370,7 @@ def time_of(run: dict[str, Any], point: dict[str, Any], clock: str) -> float:
 
 
 def draw(report: dict[str, Any], image: Path) -> None:
-    """Held-out accuracy over seconds, all seeds, and the gap over steps."""
+    """Held-out accuracy over seconds, all seeds, a cross where a run was cut, and the gap over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -380,7 +380,7 @@ def draw(report: dict[str, Any], image: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
     colours = dict(zip(SIDES, ("tab:blue", "tab:cyan", "tab:orange"), strict=True))
     named: set[str] = set()
-    for run in report["runs"]:
+    for run in sorted(report["runs"], key=lambda run: list(SIDES).index(run["side"])):
         if "evaluations" not in run:
             continue
         side = run["side"]
@@ -388,6 +388,8 @@ def draw(report: dict[str, Any], image: Path) -> None:
         named.add(side)
         points = [(point["seconds"], point["accuracy"]) for point in run["evaluations"]]
         left.plot(*zip(*points, strict=True), color=colours[side], label=label, linewidth=1.2)
+        if run["cut"]:
+            left.plot(*points[-1], "x", color=colours[side])
         steps = range(1, 1 + len(run["gaps"]))
         right.plot(steps, run["gaps"], color=colours[side], label=label, linewidth=1.2)
     left.set(xlabel="seconds of training, one H100", ylabel="held-out accuracy")
