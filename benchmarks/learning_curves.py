@@ -60,8 +60,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> task of reasoning-gym and its settings. All answers are integers."""
 HELD_OUT = 1024
+TIMES = ("before", "after")
 SIDES = {"native": "Lockstep, native", "vllm": "Lockstep, vLLM", "trl": "TRL, vLLM"}
 FIRST_PORT = 29600
+BEGIN, END = "<!-- learning:begin -->", "<!-- learning:end -->"
 NEEDS = {"native": ["lockstep"], "vllm": ["lockstep", "vllm"], "trl": ["trl", "datasets", "vllm"]}
 
 
@@ -92,6 +94,7 @@ def main() -> int:
     show.add_argument("files", nargs="+", type=Path, help="a run in a later file replaces an earlier one")
     show.add_argument("--merged", type=Path, help="write one .json.gz of them all")
     show.add_argument("--image", type=Path)
+    show.add_argument("--page", type=Path, help="put the tables between the marks of this page")
     args = parser.parse_args()
     return {"data": make_data, "run": run_cells, "show": show_result}[args.command](args)
 
@@ -259,7 +262,7 @@ def by_kind(folder: Path, data: Path) -> dict[str, dict[str, float]]:
     rows = [json.loads(line) for line in (data / "held_out.jsonl").read_text().splitlines()]
     kinds = [(row["prompt"][0]["content"], row["kind"]) for row in rows]
     found: dict[str, dict[str, float]] = {}
-    for name in ("before", "after"):
+    for name in TIMES:
         marks: dict[str, list[float]] = {}
         file = folder / f"evaluation-{name}.jsonl"
         for row in map(json.loads, file.read_text().splitlines() if file.exists() else []):
@@ -291,6 +294,11 @@ def show_result(args: argparse.Namespace) -> int:
     """Print the tables of a result, and draw it."""
     report = merged([json.loads(read(file)) for file in args.files])
     print("\n".join(summary(report)))
+    if args.page:
+        text = args.page.read_text(encoding="utf-8")
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        tables = "\n".join(summary(report))
+        args.page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}", encoding="utf-8")
     if args.merged:
         args.merged.write_bytes(gzip.compress(json.dumps(report).encode(), mtime=0))
     if args.image:
@@ -305,11 +313,13 @@ def read(file: Path) -> str:
 
 
 def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """One report of the runs of several: the last one of each side and seed."""
+    """One report of the runs of several: the last one of each side and seed, without folders and logs."""
     runs = {(run["side"], run["seed"]): run for report in reports for run in report["runs"]}
+    for run in runs.values():
+        run.pop("log", None)
     return {
         **reports[-1],
-        "command": [report["command"] for report in reports],
+        "command": [[Path(word).name for word in report["command"]] for report in reports],
         "seconds": [report.get("seconds", 150) for report in reports],
         "runs": list(runs.values()),
     }
@@ -318,38 +328,49 @@ def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
 def summary(report: dict[str, Any]) -> list[str]:
     """A row per run, and the ratios."""
     lines = [
-        "| side | seed | before | after | step s | start-up s | gap mean | gap max |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| side | seed | steps | before | after | step s | start-up s | gap mean | gap max |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     runs = sorted(
         (run for run in report["runs"] if "after" in run),
         key=lambda r: (list(SIDES).index(r["side"]), r["seed"]),
     )
     for run in runs:
-        gaps = ["" if run[name] is None else f"{run[name]:.3g}" for name in ("gap_mean", "gap_max")]
+        gaps = ["" if run[name] is None else f"{run[name]:.2g}" for name in ("gap_mean", "gap_max")]
         lines.append(
-            f"| {SIDES[run['side']]}{' (cut)' if run['cut'] else ''} | {run['seed']} | {run['before']:.3f} "
-            f"| {run['after']:.3f} | {run['step_seconds']:.3f} | {run['startup_seconds']:.1f} "
-            f"| {' | '.join(gaps)} |"
+            f"| {SIDES[run['side']]} | {run['seed']} | {run['steps']}{', cut' if run['cut'] else ''} "
+            f"| {run['before']:.3f} | {run['after']:.3f} | {run['step_seconds']:.2f} "
+            f"| {run['startup_seconds']:.0f} | {' | '.join(gaps)} |"
         )
+    ratios = []
     for side in ("native", "vllm"):
         for clock, words in (("seconds", "from the first step"), ("from_launch", "from launch")):
-            if ratios := list(ratios_of(runs, side, clock)):
-                each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-                lines.append(
-                    f"{SIDES[side]} to TRL's accuracy at 80 % of its gain, {words}: "
-                    f"{statistics.median(ratios):.2f} of TRL's time (seeds: {each})"
-                )
+            each = list(ratios_of(runs, side, clock))
+            if each:
+                listed = ", ".join("never" if ratio == float("inf") else f"{ratio:.2f}" for ratio in each)
+                ratios.append(f"| {SIDES[side]} | {words} | {statistics.median(each):.2f} | {listed} |")
+    if ratios:
+        lines += ["", "| time to TRL's accuracy at 80 % of its gain | clock | of TRL's, median | seeds |"]
+        lines += ["|---|---|---:|---|", *ratios]
+    whole = [run for run in runs if run["side"] == "native" and run["steps"] == STEPS]
+    if whole:
+        lines += ["", "| kind (Lockstep, native, mean of the seeds) | before | after |", "|---|---:|---:|"]
+        lines += [
+            f"| {kind} | "
+            + " | ".join(f"{statistics.fmean(r['by_kind'][n][kind] for r in whole):.2f}" for n in TIMES)
+            + " |"
+            for kind in KINDS
+        ]
     return lines
 
 
 def ratios_of(runs: list[dict[str, Any]], side: str, clock: str) -> Iterator[float]:
-    """Time of `side` over TRL's to the accuracy that TRL has at 80 % of its gain, for each seed in which TRL
-    gains; infinite where the side never has it."""
+    """Time of `side` over TRL's to the accuracy that TRL has at 80 % of its gain, for each seed with a whole
+    run of TRL that gains; infinite where the side never has it."""
     cells = {(run["side"], run["seed"]): run for run in runs}
     for seed in sorted({run["seed"] for run in runs}):
         own, trl = cells.get((side, seed)), cells.get(("trl", seed))
-        if own and trl and trl["after"] > trl["before"]:
+        if own and trl and trl["steps"] == STEPS and trl["after"] > trl["before"]:
             target = trl["before"] + 0.8 * (trl["after"] - trl["before"])
             yield reached(own, target, clock) / reached(trl, target, clock)
 
