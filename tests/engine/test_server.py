@@ -155,6 +155,11 @@ def test_free_ports_are_given_out_once():
     assert len(set(ports)) == 200
 
 
+def test_no_connection_is_given_a_free_port():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(port < first for port in (free_port() for _ in range(50)))
+
+
 def test_environment_is_explicit(started, tmp_path, monkeypatch):
     for name in ("RANK", "MASTER_PORT", "PYTHONPATH", "MY_SECRET_SETTING"):
         monkeypatch.setenv(name, "1")

@@ -171,19 +171,36 @@ def masked(environment: Mapping[str, str]) -> dict[str, str]:
 
 _PORTS_LOCK = threading.Lock()
 _PORTS: set[int] = set()
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT, _CANDIDATES = 10_000, 100
 
 
 def free_port() -> int:
     """A loopback port that is free, and that this function has not returned before: a server listens only
-    some time after its start."""
+    some time after its start. It lies below the range from which the kernel gives ports to connections and
+    to servers that ask for any port, so that none of them takes it meanwhile."""
     with _PORTS_LOCK:
-        while True:
+        for port in map(_candidate, range(_CANDIDATES + 1)):
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.bind((LOOPBACK, 0))
+                try:
+                    probe.bind((LOOPBACK, port))
+                except OSError:
+                    continue
                 port = int(probe.getsockname()[1])
             if port not in _PORTS:
                 _PORTS.add(port)
                 return port
+    raise EngineError(
+        f"port-in-use: {_CANDIDATES} ports of {LOOPBACK} were tried, and all are in use; end servers"
+    )
+
+
+def _candidate(tried: int) -> int:
+    """A random port below the kernel's range; 0, which is any, once so many were in use."""
+    first = int(_PORT_RANGE.read_text().split()[0]) if _PORT_RANGE.is_file() else _FIRST_PORT
+    if tried == _CANDIDATES or first <= _FIRST_PORT:
+        return 0
+    return secrets.choice(range(_FIRST_PORT, first))
 
 
 def check_port_free(port: int, *, name: str) -> None:
