@@ -6,8 +6,8 @@ optimizer, by the spans of a run's metrics.jsonl.
     python benchmarks/host_overhead.py --parts [--prompts 128 --ranks 4]      each part, of made-up samples
 
 --parts times what every rank does on the host in a step, on one thread: of 8 samples a prompt, each of 140
-and 512 tokens. Otherwise the last line says whether the median share is below the target (3 %); the exit
-status is 0 when it is.
+and 512 tokens (--prompt-tokens 4 16: prompts of 4 to 16, as several_gpus.py has). Otherwise the last line
+says whether the median share is below the target (3 %); the exit status is 0 when it is.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 TARGET = 0.03
 """Largest median share of a step's wall time that the loop may take."""
 
-GROUP, PROMPT, COMPLETION = 8, 140, 512
-"""Of --parts: samples of a prompt, and tokens."""
+GROUP, COMPLETION = 8, 512
+"""Of --parts: samples of a prompt, and their tokens."""
 
 WARM_UP = 1
 """First steps that are left out: caches are cold."""
@@ -47,9 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", action="store_true", help="time the parts of made-up samples")
     parser.add_argument("--prompts", type=int, default=128, help="of --parts (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=4, help="of --parts (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, nargs=2, default=(140, 140), metavar=("MIN", "MAX"), help="of --parts"
+    )
     args = parser.parse_args(argv)
     if args.parts:
-        result = {"milliseconds": parts(args.prompts, ranks=args.ranks), "versions": versions()}
+        found = parts(args.prompts, ranks=args.ranks, prompt_tokens=args.prompt_tokens)
+        result = {"milliseconds": found, "versions": versions()}
         if args.json is not None:
             args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         return 0
@@ -108,8 +112,8 @@ def measure(metrics: Path) -> dict[str, Any]:
     }
 
 
-def parts(prompts: int, *, ranks: int) -> dict[str, float]:
-    """Milliseconds of each part, the best of three; printed as they come."""
+def parts(prompts: int, *, ranks: int, prompt_tokens: Sequence[int]) -> dict[str, float]:
+    """Milliseconds of each part, the median of five; printed as they come."""
     import torch
 
     from lockstep.algorithms.grpo import PolicyAlgorithm
@@ -117,32 +121,34 @@ def parts(prompts: int, *, ranks: int) -> dict[str, float]:
     from lockstep.loop.metrics import rollout_metrics
     from lockstep.loop.policy import estimate
     from lockstep.loop.rollout_rows import rollout_rows
+    from lockstep.observe.files import json_lines
     from lockstep.packing import Planner
     from lockstep.ranks.process_group import decode_object, encode_object
     from lockstep.rollout.shares import SentShare, Share
     from lockstep.schema.batch import policy_samples, rollout_samples
+    from lockstep.train.base import assigned_indices
 
     torch.set_num_threads(1)
     found: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
         times = []
-        for _ in range(3):
+        for _ in range(5):
             started = time.process_time()
             result = call()
             times.append(1000 * (time.process_time() - started))
-        found[name] = min(times)
+        found[name] = statistics.median(times)
         print(f"{name:32} {found[name]:9.1f} ms")
         return result
 
-    groups = made_groups(prompts)
+    groups = made_groups(prompts, prompt_tokens=prompt_tokens)
     shares = [
         Share(numbers=tuple(range(prompts)[r::ranks]), rollouts=tuple(g.rollouts for g in groups[r::ranks]))
         for r in range(ranks)
     ]
     tasks = [group.prompt for group in groups]
-    timed("send a rank's share", lambda: encode_object(SentShare.of(shares[0]), SentShare))
-    sent = [encode_object(SentShare.of(share), SentShare) for share in shares]
+    timed("send a rank's share", lambda: encode_object(SentShare.of(shares[0], tasks), SentShare))
+    sent = [encode_object(SentShare.of(share, tasks), SentShare) for share in shares]
     timed("receive all", lambda: [decode_object(s, SentShare, sender=0).received(tasks) for s in sent])
     samples = timed("documents", lambda: rollout_samples(r.trajectory for g in groups for r in g.rollouts))
     algorithm = PolicyAlgorithm(GRPOConfig(), max_tokens=COMPLETION)
@@ -152,26 +158,31 @@ def parts(prompts: int, *, ranks: int) -> dict[str, float]:
     for layout in ("packed", "shared"):
         for static in (False, True):
             plan = Planner(
-                token_budget=16_384,
+                token_budget=32_768,
                 static_capacity=static,
                 layout=layout,
-                max_seqlen=PROMPT + COMPLETION,
+                max_seqlen=prompt_tokens[1] + COMPLETION,
                 max_documents=len(samples),
                 parts=ranks,
             )
-            timed(f"pack, {layout}{', static' if static else ''}", lambda plan=plan: plan(trained, weights))
+            name = f"{layout}{', static' if static else ''}"
+            packs = timed(f"pack, {name}", lambda plan=plan: plan(trained, weights))
+            if layout == "shared":  # while the GPU computes the pack before
+                own = [packs[i] for i in assigned_indices(len(packs), parts=ranks)[0] if i is not None]
+                timed(f"a rank's rows, {name}", lambda own=own: [batch.with_rows() for batch in own])
     timed("metrics of rollouts", lambda: rollout_metrics(groups))
-    timed("rows (rank 0, in a thread)", lambda: rollout_rows(0, groups, skip_special_tokens=False))
+    rows = timed("rows (rank 0, in a thread)", lambda: rollout_rows(0, groups, skip_special_tokens=False))
+    timed("JSON of rows (the same)", lambda: json_lines(rows))
     return found
 
 
-def made_groups(prompts: int) -> list[Any]:
+def made_groups(prompts: int, *, prompt_tokens: Sequence[int]) -> list[Any]:
     """Groups of 8 random samples."""
     from lockstep.schema.rollout import Prompt, Rollout, RolloutGroup, Span, Trajectory
 
     rng, groups = random.Random(0), []
     for index in range(prompts):
-        ids = tuple(rng.choices(range(128_000), k=PROMPT))
+        ids = tuple(rng.choices(range(128_000), k=rng.randint(*prompt_tokens)))
         rollouts = []
         for sample in range(GROUP):
             answer = Span(

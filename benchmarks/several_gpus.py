@@ -4,9 +4,9 @@
     python benchmarks/several_gpus.py 8b scaling --gpus 4 --out FILE
     python benchmarks/several_gpus.py parity --gpus 2 --cpu          # the same runs, tiny, on a CPU
 
-Every run is `lockstep train grpo` in a process of its own, on ids and random weights: 140-token prompts,
-groups of 8, 512 tokens a sample, the end ignored. It is planned for 1,000 steps and killed after a few;
-figures are medians over the steps past the first.
+Every run is `lockstep train grpo` in a process of its own, on ids and random weights: prompts of 4 to 16
+tokens, groups of 8, 512 tokens a sample, the end ignored. It is planned for 1,000 steps and killed after a
+few; figures are medians over the steps past the first.
 
 A parity row passes if the gap between trainer and engine is exactly 0 in every step, and the norm of the
 first gradient is within 2 % of the eager, packed run on one GPU. The samples are the same there, because the

@@ -138,6 +138,7 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
         [
             LAG | {"rewards": (), "environment": {"name": "m:C"}},
             LAG | {"engine": {"name": "hf"}},
+            LAG | {"engine": {"name": "native", "process": "separate"}, "train": {"deterministic": True}},
             LAG | {"algorithm": CORRECTED | {"dynamic_sampling": True}},
             {"rollout": {"max_lag": 1}},
             LAG | {"train": {"batch_invariant": True, "reuse_rollout_logprobs": True}},

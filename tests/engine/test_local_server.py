@@ -22,6 +22,7 @@ from lockstep.engine.build import is_external, make_engine
 from lockstep.engine.local_server.engine import make_server
 from lockstep.engine.remote.http import HttpClient
 from lockstep.errors import ConfigError, EngineError
+from lockstep.schema.rollout import Span
 from lockstep.schema.weights import UpdateSession, WeightBucket
 from lockstep.wire.server_token import TOKEN
 
@@ -72,6 +73,48 @@ def test_what_is_no_request_is_an_answer(served):
     assert client.post("/generate", {"flow": "x"}, seconds=30.0).status == 400
     assert client.post("/generate", b"no json", seconds=30.0).status == 400
     assert len(served.engine.generate([request(prompt(4), temperature=0.0)])[0]) == 1
+
+
+def begun_of(completions, tokens, version):
+    """The first tokens of each completion, as what this version wrote."""
+    return tuple(
+        (
+            Span(
+                author="policy",
+                token_ids=c.token_ids[:tokens],
+                logprobs=c.logprobs[:tokens],
+                policy_version=version,
+            ),
+        )
+        for c in completions
+    )
+
+
+def test_a_sample_that_an_earlier_request_began_goes_on(served, monkeypatch):
+    asked = request(prompt(4), (0, 1), max_tokens=8)
+    (whole,) = served.engine.generate([asked])
+    version = served.engine.stats().policy_version
+    asked = replace(asked, begun=begun_of(whole, 3, version - 1))
+    (again,) = served.engine.generate([asked])
+    for one, other in zip(again, whole, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs[:3] == other.logprobs[:3]
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)  # it is not batch-invariant
+        assert one.versions == ((version - 1, 3), (version, 5)) and one.policy_version == version
+
+    driver = served.engine._local_server
+    plain = driver.read
+    for lost in ("token_ids", "logprobs"):  # as if the first one had not come back after the pause
+
+        def read(job, reply, lost=lost):
+            sample = plain(job, reply)
+            kept = getattr(sample, lost)
+            return replace(sample, **{lost: [*kept[1:], kept[-1]]})
+
+        monkeypatch.setattr(driver, "read", read)
+        with raises(EngineError, "wrong-result: start with the 3 tokens that were begun"):
+            served.engine.generate([asked])
+    monkeypatch.undo()
+    assert len(served.engine.generate([asked])[0]) == 2
 
 
 @pytest.mark.parametrize(

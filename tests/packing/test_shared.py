@@ -117,6 +117,10 @@ def plan(samples, **limits):
     batches = plan_micro_batches(
         samples, [torch.ones(len(s)) for s in samples], PackLimits(layout="shared", **limits)
     )
+    assert [(b.num_rows, b.shared.num_rows) for b in batches] == [
+        (len(b.shared_rows.slots), b.shared_rows.num_rows) for b in batches
+    ]
+    batches = [batch.with_rows() for batch in batches]
     for batch in batches:
         check(batch)
     assert sorted(i for b in batches for i in b.sample_ids) == sorted(s.sample_id for s in samples)
@@ -156,6 +160,7 @@ def test_one_document_of_a_step_has_the_shapes_of_the_steps_packs():
 
     def shape(samples, **whole):
         (batch,) = plan_micro_batches(samples, [torch.ones(len(s)) for s in samples], limits, **whole)
+        batch = batch.with_rows()
         check(batch)
         return len(batch.shared.slots), len(batch.shared.keys), len(batch.shared.cu_rows)
 

@@ -119,7 +119,9 @@ class PolicyAlgorithm:
         penalties = [torch.zeros(sample.num_trained) for sample in samples]
         if self._kl_in_reward:
             penalties = self._kl_penalties(samples, ref_logprobs)
-        penalties = [torch.cat(penalties[parts]) for parts in trajectory_slices(samples)]
+        slices = trajectory_slices(samples)
+        if len(slices) < len(samples):
+            penalties = [torch.cat(penalties[parts]) for parts in slices]
         if self._kl_in_reward or self._overlong_penalty:
             groups = self._shaped(groups, penalties)
         return list(groups), penalties

@@ -89,7 +89,8 @@ class RolloutConfig(Config):
     """Maximum number of steps between the weights that sampled a rollout's first token and those that are
     trained on it. Above 0, the prompts of the next max_lag steps are sampled along with those of the step:
     generation ends when the step's own rollouts have ended, and the others go on in the next step, with its
-    weights (docs/explanation/async.md). 0: every step samples its rollouts from beginning to end."""
+    weights. With engine.process = "separate" they are sampled while the trainer works, too
+    (docs/explanation/async.md). 0: every step samples its rollouts from beginning to end."""
     save: bool = True
     """Keep every rollout as JSONL under rollouts/."""
 

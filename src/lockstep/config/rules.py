@@ -391,9 +391,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             lambda r: not r.engine_goes_on,
             "unsupported-combination: rollout.max_lag = {0.rollout.max_lag} with engine.name = "
-            "{0.engine.name!r} and engine.process = {0.engine.process!r}: only engine.name = 'native' in the "
-            "trainer's process goes on with samples that earlier weights began; set it, or rollout.max_lag = "
-            "0",
+            "{0.engine.name!r}: only engine.name = 'native' goes on with samples that earlier weights began; "
+            "set it, or rollout.max_lag = 0",
+        ),
+        Rule(
+            lambda r: r.train.deterministic and r.engine.process == "separate",
+            "unsupported-combination: rollout.max_lag = {0.rollout.max_lag} with train.deterministic = true "
+            "and engine.process = 'separate', which samples while the trainer works: where a sample is cut "
+            "off then depends on time; leave engine.process out, or set train.deterministic = false",
         ),
         Rule(
             lambda r: r.algorithm_options.dynamic_sampling,

@@ -229,10 +229,9 @@ class GRPORun(RunConfig):
     @property
     def engine_goes_on(self) -> bool:
         """Whether the engine may go on with samples that earlier weights began, as far as is known here."""
-        if has_own_weights(self.engine):
-            return False
         engine = engines().get(self.engine.name)
-        return engine is None or "embedded" in engine.partial_rollouts
+        where = "started" if has_own_weights(self.engine) else "embedded"
+        return engine is None or where in engine.partial_rollouts
 
     @check
     def _check_lag(self) -> GRPORun:

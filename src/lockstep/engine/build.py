@@ -227,6 +227,7 @@ class _Replicas(Streaming, Generic[E]):
         """Replicas whose stream a thread iterates."""
         self._stuck: set[int] = set()
         """Replicas that did not stop when they were aborted."""
+        self.partial_rollouts = all(getattr(engine, "partial_rollouts", False) for engine in engines)
 
     def _submit_all(self, requests: Sequence[GenerationRequest]) -> list[Handle]:
         """All are known, so they are spread together."""

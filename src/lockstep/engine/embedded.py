@@ -15,7 +15,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.receiving import dirty
 from lockstep.engine.sampling import SampleState
 from lockstep.engine.spec import Decoding, StopStrings
-from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn
+from lockstep.engine.streaming import Ended, Ending, ModelEngine, OnToken, Turn, version_counts
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.observe.metrics import is_out_of_memory
@@ -100,15 +100,7 @@ def end_of(request: GenerationRequest, model: LoadedModel) -> int:
 
 def versions(sample: Sample, last: int) -> tuple[tuple[int, int], ...]:
     """Completion.versions of a sample that version `last` ended."""
-    marks = [*sample.written, (last, len(sample.state.token_ids))]
-    counts, start = list[tuple[int, int]](), 0
-    for version, stop in marks:
-        if counts and counts[-1][0] == version:
-            counts[-1] = (version, counts[-1][1] + stop - start)
-        elif stop > start:
-            counts.append((version, stop - start))
-        start = stop
-    return tuple(counts) if len(counts) > 1 or (counts and counts[0][0] != last) else ()
+    return version_counts([*sample.written, (last, len(sample.state.token_ids))])
 
 
 EndedSample = tuple[Sample, Ending]

@@ -16,7 +16,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,22 @@ class Turn:
         own seed in the first turn, another one in each later turn."""
         seed = self.request.seeds[sample]
         return seed if self.after is None else turn_seed(seed, len(self.request.prompt_token_ids))
+
+
+def version_counts(marks: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Completion.versions of a sample.
+
+    Args:
+        marks: (version, tokens up to its last), in order; the last one is of the version that ended it.
+    """
+    counts, start, last = list[tuple[int, int]](), 0, 0
+    for version, stop in marks:
+        if counts and counts[-1][0] == version:
+            counts[-1] = (version, counts[-1][1] + stop - start)
+        elif stop > start:
+            counts.append((version, stop - start))
+        start, last = stop, version
+    return tuple(counts) if len(counts) > 1 or (counts and counts[0][0] != last) else ()
 
 
 def turn_seed(seed: int, position: int) -> int:

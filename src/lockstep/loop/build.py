@@ -327,7 +327,9 @@ class Builder:
 
     def rollouts(self, engine: RolloutEngine, environment: Environment, algorithm: Algorithm) -> Rollouts:
         """Return what samples the groups of each step."""
-        return Rollouts(engine, environment, algorithm, config=self.config, hooks=self.hooks)
+        rollouts = Rollouts(engine, environment, algorithm, config=self.config, hooks=self.hooks)
+        self._closing.callback(rollouts.close)
+        return rollouts
 
 
 def describe(

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from lockstep.loop.token_details import TokenDetails
 from lockstep.observe.metrics import sample_id
 from lockstep.observe.run_dir import RunDir
@@ -98,9 +100,9 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup], *, skip_special_toke
             "skip_special_tokens": skip_special_tokens,
             "prompt_token_ids": list(rollout.trajectory.parts[0][0].token_ids),
             "token_ids": list(rollout.trajectory.added_token_ids),
-            "rollout_logprobs": [
-                round(p, 6) for spans in rollout.trajectory.parts for span in spans for p in span.logprobs
-            ],
+            "rollout_logprobs": _rounded(
+                [p for spans in rollout.trajectory.parts for span in spans for p in span.logprobs]
+            ),
             **_turns(rollout.trajectory),
             "finish_reason": rollout.trajectory.finish_reason,
             "reward": rollout.reward,
@@ -132,6 +134,12 @@ def ledger_rows(step: int, requested: Sequence[SampleRecord], trained: Mapping[i
         for record in requested
         for _ in range(max(1, trained.get(record.seed, 0)))
     ]
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    # As Python's round() of a float32, because 1e6 times it is exact in float64.
+    rounded: list[float] = np.round(values, 6).tolist()
+    return rounded
 
 
 def _turns(trajectory: Trajectory) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class RolloutEngine:
         self._config, self._device = config, device
         self._asleep = False
         self._verified: dict[str, float] = {}
+        self.before_load: Callable[[], None] | None = None
+        """Cuts off what this rank's engine samples while the trainer works, before its weights change."""
 
     def load(self, policy: HasBackend, *, version: int) -> dict[str, float]:
         """Send the policy's current weights to the engine, which samples from them from here on.
@@ -92,6 +94,9 @@ class RolloutEngine:
             EngineError: the engine refused them, or does not hold them afterwards.
         """
         with self.explaining_memory("engine"):
+            if self.before_load is not None:
+                with self.spans("weights"), self.ranks.fail_together("cutting off rollouts"):
+                    self.before_load()
             if self._asleep:
                 with self.spans("sleep"), self.ranks.fail_together("waking the engine"):
                     self.engine.wake()
@@ -196,10 +201,17 @@ class Rollouts:
             cancelled=hooks.cancelled,
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
+        self._since: EngineStats | None = None
+        """At the end of the last step, if the engine goes on between two of them."""
         if config.rollout.max_lag:
             self.partial = PartialRollouts(
-                self._sampler, rollout=config.rollout, run_seed=config.seed, steps=config.steps
+                self._sampler,
+                rollout=config.rollout,
+                run_seed=config.seed,
+                steps=config.steps,
+                background=config.engine.process == "separate" and not config.engine.offloads,
             )
+            engine.before_load = self.partial.cut
 
     def next(self, step: int) -> SampledStep | None:
         """Return the groups of a step with their rewards; None: the run was asked to stop meanwhile.
@@ -233,7 +245,7 @@ class Rollouts:
             self.partial.commit()
 
     def _sample(self, step: int) -> SampledStep:
-        before = self.engine.stats()
+        before = self._since or self.engine.stats()
         self.environment.begin(f"step-{step:06d}")
         key = SampleKey(run_seed=self.config.seed, step=step)
         with self._hooks.spans("generate"), self.engine.explaining_memory("engine"):
@@ -243,11 +255,20 @@ class Rollouts:
                 sampled = self._sampler.step(key, rollout=self.config.rollout, resampling=self._resampling)
         if sampled.aborted:
             return sampled
-        return dataclasses.replace(sampled, counts=sampled.counts | self.engine.metrics(since=before))
+        counts = sampled.counts | self.engine.metrics(since=before)
+        if self.partial is not None and self.partial.background:
+            self._since = self.engine.stats()
+        return dataclasses.replace(sampled, counts=counts)
 
     def abort(self) -> None:
         """End what is sampled."""
         self.engine.abort()
+
+    def close(self) -> None:
+        """Cut off what the engine samples in the background; it can be closed then."""
+        if self.partial is not None:
+            with contextlib.suppress(EngineError):  # nobody trains on it, and what ended the run comes first
+                self.partial.cut()
 
 
 def journal_of(

@@ -235,7 +235,7 @@ def _shared_inputs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bo
         )
     if batch.shared is None:
         batch = share(batch).to(batch.token_ids.device)
-    shared = batch.shared
+    shared = batch.shared_rows
     assert shared is not None
     keys = attention.Keys(shared.cu_keys, shared.max_keys, None if compiled else shared.key_lengths)
     of_graph: attention.SharedKeys = {

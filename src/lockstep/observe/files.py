@@ -15,6 +15,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pydantic_core
+
 from lockstep.common_errors import leads_out
 from lockstep.errors import ConfigError, LockstepError
 
@@ -314,7 +316,18 @@ def write_json(path: Path, value: Mapping[str, Any] | Sequence[Any]) -> None:
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the rows as JSON lines: one object per line."""
-    return "".join(json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    return "".join(_json_line(row) for row in rows)
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    fields = (f"{json.dumps(str(name), ensure_ascii=False)}: {_json(value)}" for name, value in row.items())
+    return "{" + ", ".join(fields) + "}\n"
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, list) and _are_numbers(value):  # most of what is written, in a fourth of json's time
+        return pydantic_core.to_json(value, inf_nan_mode="strings").decode().replace(",", ", ")
+    return json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False)
 
 
 def jsonable(value: Any) -> Any:
@@ -333,12 +346,8 @@ def jsonable(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(k): jsonable(v) for k, v in value.items()}
-    if (
-        isinstance(value, list)
-        and set(map(type, value)) in ({int}, {float})
-        and all(map(math.isfinite, value))
-    ):
-        return value  # token ids and logprobs, most of what is written
+    if isinstance(value, list) and _are_numbers(value) and all(map(math.isfinite, value)):
+        return value
     if isinstance(value, (list, tuple, set, frozenset)):
         return [jsonable(v) for v in value]
     if isinstance(value, Path):
@@ -351,6 +360,11 @@ def jsonable(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     raise TypeError(f"{value!r} ({type(value).__name__}) cannot be written as JSON")
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    """Whether all are integers, or all floats, such as token ids and logprobs."""
+    return set(map(type, values)) in ({int}, {float})
 
 
 def _umask() -> int:

@@ -189,7 +189,8 @@ def loss_weights(
         return []
     lengths = torch.tensor([len(mask) for mask in masks])
     flat = torch.cat(list(masks))
-    counts = [int(mask.count_nonzero()) for mask in masks]
+    trained = torch.cat([flat.new_zeros(1, dtype=torch.int64), flat.cumsum(0)])  # before each token
+    counts = trained[torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])].diff().tolist()
     size = len(masks) if sequences is None else len(sequences)
     if aggregation == "token_mean":
         shares = [1.0 / max(sum(counts), 1)] * len(masks)

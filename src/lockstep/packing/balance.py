@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, l
         merged = other[:alone]
         merged += [(a + b, x + y) for (a, x), (b, y) in zip(one[:both], other[alone:], strict=True)]
         merged += one[both:]
-        merged.sort(key=lambda part: part[0])
+        merged.sort(key=itemgetter(0))
         lightest = merged[0][0] if len(merged) == num_packs else 0
         heapq.heappush(heap, (lightest - merged[-1][0], next(serial), merged))
     packs = [documents for _, documents in heap[0][2]]
@@ -124,13 +125,15 @@ def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, l
 
 def _multifit(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
     """First-fit decreasing into the smallest capacity for which it needs at most `num_packs` packs."""
-    best = _first_fit(lengths, num_packs, budget, limit)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    runs = [(length, list(run)) for length, run in itertools.groupby(order, lengths.__getitem__)]
+    best = _first_fit(runs, num_packs, budget, limit)
     if best is None:
         return None
     low, high = max(max(lengths), -(-sum(lengths) // num_packs)), _heaviest(lengths, best)
     while low < high:
         middle = (low + high) // 2
-        packs = _first_fit(lengths, num_packs, middle, limit)
+        packs = _first_fit(runs, num_packs, middle, limit)
         if packs is None:
             low = middle + 1
         else:
@@ -138,21 +141,25 @@ def _multifit(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -
     return best
 
 
-def _first_fit(lengths: Sequence[int], num_packs: int, capacity: int, limit: int) -> Packs | None:
+def _first_fit(
+    runs: Sequence[tuple[int, list[int]]], num_packs: int, capacity: int, limit: int
+) -> Packs | None:
+    """Args: runs: lengths, each with the documents of that length."""
     packs: Packs = [[] for _ in range(num_packs)]
     room = [capacity] * num_packs
-    first, before = 0, None
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length != before:
-            first, before = 0, length
-        # What had no room for a document has none for another of its length.
-        while first < num_packs and (room[first] < length or len(packs[first]) >= limit):
-            first += 1
-        if first == num_packs:
+    for length, documents in runs:
+        first = 0
+        for p, pack in enumerate(packs):
+            if room[p] < length:
+                continue
+            count = min(room[p] // length, limit - len(pack), len(documents) - first)
+            pack += documents[first : first + count]
+            room[p] -= count * length
+            first += count
+            if first == len(documents):
+                break
+        if first < len(documents):
             return None
-        packs[first].append(index)
-        room[first] -= length
     return packs
 
 
@@ -162,7 +169,8 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
     weights = [sum(lengths[i] for i in pack) for pack in packs]
     # Bounded, because a step is good for the two packs that it touches, which does not prove that steps end.
     for _ in range(4 * len(lengths)):
-        heavy = max(range(len(packs)), key=lambda p: (len(packs[p]) > limit, weights[p]))
+        crowded = [p for p, pack in enumerate(packs) if len(pack) > limit]
+        heavy = max(crowded or range(len(packs)), key=weights.__getitem__)
         step = _best_step(lengths, packs, weights, heavy, limit)
         if step is None:
             return packs
@@ -180,34 +188,61 @@ def _best_step(
     lengths: Sequence[int], packs: Packs, weights: list[int], heavy: int, limit: int
 ) -> tuple[int, int, int | None] | None:
     """Return the (other pack, document to move there, document to take back or None) that lowers the maximum
-    of the two packs most."""
+    of the two packs most; of equal ones the first."""
+    own, most = packs[heavy], weights[heavy]
+    shortest, longest, too_many = lengths[own[0]], lengths[own[-1]], len(own) > limit
+    bounds = []
+    for light, pack in enumerate(packs):
+        least = moved = swapped = most + weights[light]
+        if len(pack) < limit and len(own) > 1:
+            moved = weights[light] + shortest
+        if pack and not too_many:
+            swapped = most - longest + lengths[pack[0]]
+        bound = max(-(-least // 2), min(moved, swapped))
+        if light != heavy and (bound < most or too_many):
+            bounds.append((bound, light))
     best: tuple[int, int, int, int | None] | None = None
-    too_many = len(packs[heavy]) > limit
-    for light in range(len(packs)):
-        if light == heavy:
-            continue
-        gap = weights[heavy] - weights[light]
-        if best is not None and weights[heavy] + weights[light] >= 2 * best[0]:
-            continue  # the heavier of the two has at least half of both
-        sizes = [lengths[i] for i in packs[light]]
-        given = None
-        for outgoing in packs[heavy]:  # by length: of equal ones the first stands for all
-            if lengths[outgoing] == given:
-                continue
-            given = lengths[outgoing]
-            options: list[int | None] = []
-            if len(packs[light]) < limit and len(packs[heavy]) > 1:
-                options.append(None)
-            if not too_many:
-                # The swap that evens the two out best takes back a document of length(given) - gap / 2.
-                near = bisect.bisect_left(sizes, lengths[outgoing] - gap / 2)
-                options += [packs[light][j] for j in (near - 1, near) if 0 <= j < len(sizes)]
-            for incoming in options:
-                moved = lengths[outgoing] - (lengths[incoming] if incoming is not None else 0)
-                peak = max(weights[heavy] - moved, weights[light] + moved)
-                if (peak < weights[heavy] or too_many) and (best is None or peak < best[0]):
-                    best = (peak, light, outgoing, incoming)
+    for bound, light in sorted(bounds):
+        if best is not None and (bound, light) > best[:2]:
+            break
+        gap, enough = most - weights[light], bound - most
+        step = _step_to(lengths, own, packs[light], gap=gap, limit=limit, enough=enough)
+        if step is not None and (best is None or (most + step[0], light) < best[:2]):
+            best = (most + step[0], light, *step[1:])
     return None if best is None else best[1:]
+
+
+def _step_to(
+    lengths: Sequence[int], heavy: Sequence[int], light: Sequence[int], *, gap: int, limit: int, enough: int
+) -> tuple[int, int, int | None] | None:
+    """Return (change of the maximum, document to move, document to take back or None) of the best step
+    between two packs, whose documents are given by length; of equal ones the first.
+
+    Args:
+        gap: weight of `heavy` less that of `light`.
+        enough: the least change that any step can have.
+    """
+    best: tuple[int, int, int | None] | None = None
+    too_many, has_room = len(heavy) > limit, len(light) < limit and len(heavy) > 1
+    sizes = [lengths[i] for i in light]
+    given = None
+    for outgoing in heavy:
+        if lengths[outgoing] == given:
+            continue  # of equal ones the first stands for all
+        given = lengths[outgoing]
+        options: list[int | None] = [None] if has_room else []
+        if not too_many:
+            # The swap that evens the two out best takes back a document of length(given) - gap / 2.
+            near = bisect.bisect_left(sizes, given - gap / 2)
+            options += light[max(near - 1, 0) : near + 1]
+        for incoming in options:
+            moved = given - (0 if incoming is None else lengths[incoming])
+            change = max(-moved, moved - gap)
+            if (change < 0 or too_many) and (best is None or change < best[0]):
+                best = (change, outgoing, incoming)
+        if best is not None and best[0] == enough:
+            break
+    return best
 
 
 def _search(lengths: Sequence[int], num_packs: int, bound: int, limit: int) -> Packs | None:

@@ -15,7 +15,7 @@ from lockstep.config.train import Layout
 from lockstep.errors import DataError
 from lockstep.ops.masks import cu_seqlens
 from lockstep.packing.groups import PackLimits, pack_groups, pack_sizes
-from lockstep.packing.shared import Prefixes, count_all, share, share_in_few_shapes
+from lockstep.packing.shared import Prefixes, count, share_in_few_shapes, share_later
 from lockstep.schema.batch import (
     IGNORE_LABEL,
     PackedBatch,
@@ -237,17 +237,18 @@ def plan_micro_batches(
     lengths = [len(sample) for sample in samples]
     longest = _longest(lengths, limits)
     width = longest if limits.static_capacity else None
-    prefixes = Prefixes(samples) if limits.layout == "shared" else None
+    prefixes = Prefixes.of_samples(samples) if limits.layout == "shared" else None
     groups = pack_groups(samples, limits, width=width, prefixes=prefixes)
     if len(groups) % parts and len(groups) < len(samples):
         limits = dataclasses.replace(limits, min_packs=-(-len(groups) // parts) * parts)
         groups = pack_groups(samples, limits, width=width, prefixes=prefixes)
     buckets: tuple[Bucket, ...] = ()
     everyone: list[list[int]] = []
+    all_prefixes: Prefixes | None = None
     if limits.static_capacity:
         if whole:
-            prefixes = Prefixes(whole) if limits.layout == "shared" else None
-            everyone = pack_groups(whole, limits, width=width, prefixes=prefixes)
+            all_prefixes = Prefixes.of_samples(whole) if prefixes else None
+            everyone = pack_groups(whole, limits, width=width, prefixes=all_prefixes)
         fullest = max(map(len, [*groups, *everyone]))
         most = min(limits.max_documents or len(whole or samples), _power_of_four(fullest))
         buckets = buckets_for(token_budget=limits.token_budget, max_seqlen=longest, max_documents=most)
@@ -258,12 +259,18 @@ def plan_micro_batches(
         used = [sum(lengths[i] for i in group) for group in groups]
         capacities = [next(b for b in buckets if tokens <= b.tokens) for tokens in used]
     batches = pack_all(samples, loss_weights, groups=groups, buckets=capacities)
-    if limits.layout == "shared":
-        if limits.static_capacity:
-            sizes, counts = [b.tokens for b in buckets], [count_all([whole[i] for i in g]) for g in everyone]
-            return share_in_few_shapes(batches, sizes=sizes, longest=longest, whole=counts)
-        return [share(batch) for batch in batches]
-    return batches
+    if prefixes is None:
+        return batches
+    segments = [prefixes.segments(group) for group in groups]
+    if not limits.static_capacity:
+        return [share_later(batch, own) for batch, own in zip(batches, segments, strict=True)]
+    return share_in_few_shapes(
+        batches,
+        sizes=[bucket.tokens for bucket in buckets],
+        longest=longest,
+        whole=[count(all_prefixes.segments(group)) for group in everyone] if all_prefixes else (),
+        segments=segments,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.errors import DataError
 from lockstep.ops.masks import cu_seqlens
-from lockstep.schema.batch import PackedBatch, SharedRows, TrainSample
+from lockstep.schema.batch import PackedBatch, PlannedRows, SharedRows, TrainSample
 
 Ids = NDArray[np.int64]
 
@@ -38,8 +39,11 @@ class RowCapacity:
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class Segment:
+    """Rows of a pack that are computed together; see SharedRows."""
+
     document: int
+    """Among those of the pack."""
     start: int
     """The first of its slots in the document."""
     stop: int
@@ -58,17 +62,32 @@ def share(batch: PackedBatch, capacity: RowCapacity | None = None) -> PackedBatc
     Raises:
         DataError: more than the capacity holds.
     """
-    segments, starts = _segments_of(batch)
-    return dataclasses.replace(batch, shared=_laid_out(segments, starts, batch.num_slots, capacity))
+    return dataclasses.replace(batch, shared=_laid_out(_segments_of(batch), batch, capacity))
 
 
-def _segments_of(batch: PackedBatch) -> tuple[list[_Segment], list[int]]:
-    """The segments of a batch, and the first slot of each document, then the end of the last."""
-    real = len(batch.sample_ids)
-    starts = [0, *accumulate(batch.lengths[:real])]
-    documents = [slice(a, b) for a, b in pairwise(starts)]
+def share_later(
+    batch: PackedBatch, segments: Sequence[Segment], capacity: RowCapacity | None = None
+) -> PackedBatch:
+    """Return the batch with PlannedRows. segments: of `Prefixes.segments`."""
+    num_rows = count(segments).rows
+    planned = PlannedRows(
+        make=partial(_laid_out, segments, batch, capacity),
+        size=num_rows if capacity is None else capacity.rows,
+        num_rows=num_rows,
+    )
+    return dataclasses.replace(batch, shared=planned)
+
+
+def _segments_of(batch: PackedBatch) -> list[Segment]:
+    documents = [slice(a, b) for a, b in pairwise(_starts(batch))]
     token_ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
-    return _segments([token_ids[d] for d in documents], [mask[d] for d in documents]), starts
+    found = Prefixes([token_ids[d] for d in documents], [mask[d] for d in documents])
+    return found.segments(range(len(documents)))
+
+
+def _starts(batch: PackedBatch) -> list[int]:
+    """The first slot of each document, then the end of the last."""
+    return [0, *accumulate(batch.lengths[: len(batch.sample_ids)])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,9 +105,10 @@ def share_in_few_shapes(
     sizes: Sequence[int],
     longest: int,
     whole: Sequence[RowCounts] = (),
+    segments: Sequence[Sequence[Segment]] | None = None,
 ) -> list[PackedBatch]:
-    """Share batches and pad their rows, so that few graphs serve them all: as many rows as one of `sizes`,
-    keys a power of two times as many, and segments a power of four.
+    """Return the batches with PlannedRows, padded so that few graphs serve them all: as many rows as one of
+    `sizes`, keys a power of two times as many, and segments a power of four.
 
     Args:
         batches: what `shared` they have is made anew.
@@ -96,19 +116,20 @@ def share_in_few_shapes(
         longest: tokens of the longest document that any step may have.
         whole: of the packs of the whole step, if `batches` are a part of it: room for as many segments as
             they have, and no fewer keys for the rows.
+        segments: of each batch, as in `share_later`; None: they are found.
     """
-    cut = [_segments_of(batch) for batch in batches]
-    counts = [_counts(segments) for segments, _ in cut]
-    most = max(count.segments for count in (*counts, *whole))
+    cut = [_segments_of(batch) for batch in batches] if segments is None else segments
+    counts = [count(own) for own in cut]
+    most = max(pack.segments for pack in (*counts, *whole))
     room = 1 << 2 * ((most - 1).bit_length() + 1 >> 1)
-    least = min((_keys_per_row(count, sizes) for count in whole), default=1)
+    least = min((_keys_per_row(pack, sizes) for pack in whole), default=1)
     shared = []
-    for batch, (segments, starts), count in zip(batches, cut, counts, strict=True):
-        rows = _size(count, sizes)
-        keys = rows * max(least, _keys_per_row(count, sizes))
+    for batch, own, of_batch in zip(batches, cut, counts, strict=True):
+        rows = _size(of_batch, sizes)
+        keys = rows * max(least, _keys_per_row(of_batch, sizes))
         capacity = RowCapacity(rows=rows, keys=keys, segments=room + -(-keys // longest), longest=longest)
-        shared.append(_laid_out(segments, starts, batch.num_slots, capacity))
-    return [dataclasses.replace(batch, shared=rows) for batch, rows in zip(batches, shared, strict=True)]
+        shared.append(share_later(batch, own, capacity))
+    return shared
 
 
 def _size(count: RowCounts, sizes: Sequence[int]) -> int:
@@ -122,9 +143,10 @@ def _keys_per_row(count: RowCounts, sizes: Sequence[int]) -> int:
     return 1 << (needed - 1).bit_length()
 
 
-def _counts(segments: Sequence[_Segment]) -> RowCounts:
+def count(segments: Sequence[Segment]) -> RowCounts:
+    """Return the rows, gathered keys and segments of a pack."""
     rows = sum(len(s.rows) for s in segments)
-    keys = rows + sum(sum(map(len, s.before)) for s in segments)
+    keys = rows + sum(s.start for s in segments)
     return RowCounts(rows=rows, keys=keys, segments=len(segments))
 
 
@@ -132,17 +154,45 @@ class Prefixes:
     """The common prefixes of documents' prompts. The prompts are sorted once, so that the rows of any few of
     the documents are counted without their tokens."""
 
-    def __init__(self, samples: Sequence[TrainSample]) -> None:
-        masks = [sample.loss_mask.numpy() for sample in samples]
+    def __init__(self, token_ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> None:
         self.lengths = [len(mask) for mask in masks]
         """Tokens of each document."""
         self.prompts = [prompt_length(mask) for mask in masks]
         """Leading tokens of each that may be shared."""
-        self._trained = [bool(mask.any()) for mask in masks]
-        order, self._adjacent = _sorted([sample.token_ids.numpy() for sample in samples], self.prompts)
+        self._trained = [bool(mask[mask.argmax()]) for mask in masks]
+        order, self._adjacent = _sorted(token_ids, self.prompts)
         self._place = [0] * len(order)
         for place, index in enumerate(order):
             self._place[index] = place
+
+    @classmethod
+    def of_samples(cls, samples: Sequence[TrainSample]) -> Prefixes:
+        """Return those of samples."""
+        return cls([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples])
+
+    def segments(self, documents: Sequence[int]) -> list[Segment]:
+        """Return the segments of a pack of these documents, each behind those it needs: a prefix, then what
+        follows it."""
+        places = sorted((self._place[i], number) for number, i in enumerate(documents))
+        adjacent = [min(self._adjacent[a:b]) for (a, _), (b, _) in pairwise(places)]
+        order = [number for _, number in places]
+        segments: list[Segment] = []
+        used = 0
+        # Documents order[first:last] share their slots before `depth`, which have the rows `before`.
+        todo: list[tuple[int, int, int, tuple[range, ...]]] = [(0, len(order), 0, ())] if order else []
+        while todo:
+            first, last, depth, before = todo.pop()
+            leaf = last - first == 1
+            stop = self.lengths[documents[order[first]]] if leaf else min(adjacent[first : last - 1])
+            if stop > depth:
+                rows = range(used, used + stop - depth)
+                used = rows.stop
+                segments.append(Segment(order[first], depth, stop, before, rows))
+                before = (*before, rows)
+            if not leaf:
+                cuts = [first, *(i + 1 for i in range(first, last - 1) if adjacent[i] == stop), last]
+                todo += [(a, b, stop, before) for a, b in reversed(list(pairwise(cuts)))]
+        return segments
 
     def rows(self, documents: Sequence[int]) -> int:
         """Return how many rows a pack of these documents, by index, has."""
@@ -167,27 +217,22 @@ class Prefixes:
 
 def count_rows(samples: Sequence[TrainSample]) -> int:
     """Return how many rows a pack of these samples has."""
-    return Prefixes(samples).rows(range(len(samples)))
-
-
-def count_all(samples: Sequence[TrainSample]) -> RowCounts:
-    """Return the rows, gathered keys and segments that a pack of these samples has."""
-    segments = _segments([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples])
-    return _counts(segments)
+    return Prefixes.of_samples(samples).rows(range(len(samples)))
 
 
 def prompt_length(mask: NDArray[np.bool_]) -> int:
     """Return how many leading tokens of a document may be shared: those before the first trained slot, and
     never all of them, so that every document has a row of its own."""
-    trained = int(mask.argmax()) if mask.any() else len(mask)
-    return min(trained, len(mask) - 1)
+    first = int(mask.argmax())
+    return min(first if mask[first] else len(mask), len(mask) - 1)
 
 
 def _adjacent(token_ids: Sequence[Ids], lengths: Sequence[int]) -> int:
     """Return how many leading tokens the prompts of two documents have in common."""
     length = min(lengths)
     differ = token_ids[0][:length] != token_ids[1][:length]
-    return int(differ.argmax()) if differ.any() else length
+    first = int(differ.argmax()) if length else 0
+    return first if length and differ[first] else length
 
 
 def _sorted(token_ids: Sequence[Ids], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -202,37 +247,10 @@ def _sorted(token_ids: Sequence[Ids], lengths: Sequence[int]) -> tuple[list[int]
     ]
 
 
-def _segments(token_ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> list[_Segment]:
-    """The segments, each behind those it needs: a prefix, then what follows it."""
-    order, adjacent = _sorted(token_ids, [prompt_length(mask) for mask in masks])
-    segments: list[_Segment] = []
-    used = 0
-    # Documents order[first:last] share their slots before `depth`, which have the rows `before`.
-    todo: list[tuple[int, int, int, tuple[range, ...]]] = [(0, len(order), 0, ())] if order else []
-    while todo:
-        first, last, depth, before = todo.pop()
-        leaf = last - first == 1
-        stop = len(token_ids[order[first]]) if leaf else min(adjacent[first : last - 1])
-        if stop > depth:
-            rows = range(used, used + stop - depth)
-            used = rows.stop
-            segments.append(_Segment(order[first], depth, stop, before, rows))
-            before = (*before, rows)
-        if not leaf:
-            cuts = [first, *(i + 1 for i in range(first, last - 1) if adjacent[i] == stop), last]
-            todo += [(a, b, stop, before) for a, b in reversed(list(pairwise(cuts)))]
-    return segments
-
-
-def _laid_out(
-    segments: Sequence[_Segment], starts: Sequence[int], num_slots: int, capacity: RowCapacity | None
-) -> SharedRows:
-    """Args: starts: [documents + 1], the first slot of each, then the end of the last."""
-    keys = [part for s in segments for part in (*s.before, s.rows)]
-    row_lengths = [len(s.rows) for s in segments]
-    key_lengths = [sum(map(len, s.before)) + len(s.rows) for s in segments]
+def _laid_out(segments: Sequence[Segment], batch: PackedBatch, capacity: RowCapacity | None) -> SharedRows:
+    starts, num_slots = _starts(batch), batch.num_slots
+    row_lengths, key_lengths = [len(s.rows) for s in segments], [s.stop for s in segments]
     num_rows = sum(row_lengths)
-    slots = [range(starts[s.document] + s.start, starts[s.document] + s.stop) for s in segments]
     if capacity is None:
         capacity = RowCapacity(
             rows=num_rows, keys=sum(key_lengths), segments=len(segments), longest=max(key_lengths)
@@ -241,19 +259,20 @@ def _laid_out(
     else:
         max_rows = max(2, capacity.longest)
     pad_rows, pad_keys = _padding(row_lengths, key_lengths, capacity)
-    # Keys of padding have no gradient, so any row may have them; one row with all of them would be added up
-    # one key after the other on a GPU.
-    padding = np.arange(capacity.keys - sum(key_lengths)) % capacity.rows
-    row_of_key = np.concatenate([*map(_numbers, keys), padding])
-    row_lengths, key_lengths = row_lengths + pad_rows, key_lengths + pad_keys
-    counts = np.bincount(row_of_key, minlength=capacity.rows)
+    keys = _numbers([part for s in segments for part in (*s.before, s.rows)])
     row_of_slot = np.full(num_slots, capacity.rows - 1)
-    for s in segments:
+    for s, last in zip(segments, accumulate(key_lengths), strict=True):
         first, end = starts[s.document], starts[s.document + 1]
         if first + s.stop == end:  # the document's last segment: its keys are the document's rows
-            row_of_slot[first:end] = np.concatenate([*map(_numbers, s.before), _numbers(s.rows)])
+            row_of_slot[first:end] = keys[last - s.stop : last]
     slot_of_row = np.full(capacity.rows, num_slots - 1)
-    slot_of_row[:num_rows] = np.concatenate([*map(_numbers, slots)])
+    slots = [range(starts[s.document] + s.start, starts[s.document] + s.stop) for s in segments]
+    slot_of_row[:num_rows] = _numbers(slots)
+    # Keys of padding have no gradient, so any row may have them; one row with all of them would be added up
+    # one key after the other on a GPU.
+    row_of_key = np.concatenate([keys, np.arange(capacity.keys - len(keys)) % capacity.rows])
+    row_lengths, key_lengths = row_lengths + pad_rows, key_lengths + pad_keys
+    counts = np.bincount(row_of_key, minlength=capacity.rows)
     # numpy sorts numbers of 16 bits by their digits, which is several times as fast.
     small = row_of_key.astype(np.uint16) if capacity.rows <= 1 << 16 else row_of_key
     return SharedRows(
@@ -295,5 +314,9 @@ def _padding(
     return pad_rows, pad_keys
 
 
-def _numbers(part: range) -> Ids:
-    return np.arange(part.start, part.stop)
+def _numbers(parts: Sequence[range]) -> Ids:
+    """The numbers of all parts, one part after the other."""
+    lengths = np.array([len(part) for part in parts])
+    starts = np.array([part.start for part in parts])
+    numbers: Ids = np.arange(lengths.sum()) + np.repeat(starts - (lengths.cumsum() - lengths), lengths)
+    return numbers

@@ -13,7 +13,9 @@ cut off, under its weights: the keys of what is there are computed again, and ea
 wrote it. The tasks of a step are admitted at most S steps before it is trained, so no token is older than S
 versions.
 
-While the tail of one step's rollouts is decoded, those of the next steps fill the rows of the engine.
+While the tail of one step's rollouts is decoded, those of the next steps fill the rows of the engine. An
+engine in a process of its own also goes on while the trainer works (`Background`), until `cut` before the
+next weights: generation no longer waits for the trainer, nor the trainer for what it does not train on.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.config.rollout import RolloutConfig
 from lockstep.errors import CheckpointError, EngineError
+from lockstep.rollout.background import Background
 from lockstep.rollout.episodes import Begun, at_once, run_episodes
 from lockstep.rollout.sampler import GroupSampler, SampledStep, SampleKey, trajectory_rules
 from lockstep.rollout.score_stream import ScoreStream
@@ -61,18 +64,27 @@ class PartialRollouts:
 
     Args:
         steps: of the run; no task beyond them is begun.
+        background: whether the engine goes on while the trainer works; it must be in another process.
 
     Raises:
         EngineError: the engine cannot go on with samples, or the environment has several turns.
     """
 
-    def __init__(self, sampler: GroupSampler, *, rollout: RolloutConfig, run_seed: int, steps: int) -> None:
+    def __init__(
+        self,
+        sampler: GroupSampler,
+        *,
+        rollout: RolloutConfig,
+        run_seed: int,
+        steps: int,
+        background: bool = False,
+    ) -> None:
         engine = sampler.engine
         if not getattr(engine, "partial_rollouts", False):
             raise EngineError(
                 f"unsupported-combination: rollout.max_lag = {rollout.max_lag} needs an engine that goes on "
                 f"with samples of earlier weights, and {type(engine).__name__} does not; set engine.name = "
-                "'native' in the trainer's process, or rollout.max_lag = 0",
+                "'native', or rollout.max_lag = 0",
                 setting="rollout.max_lag",
             )
         if not sampler.environment.takes_one_turn:
@@ -89,6 +101,9 @@ class PartialRollouts:
         self._sampled: dict[Place, _Group] | None = None
         """What is open after the step that was sampled last, until `commit`."""
         self._restored: list[SentShare] = []
+        self.background = background
+        self._running: Background | None = None
+        """What the engine samples while the trainer works."""
 
     def step(self, step: int) -> SampledStep:
         """Sample the rollouts of a step. What is sampled of the next ones counts after `commit`; a step that
@@ -98,6 +113,7 @@ class PartialRollouts:
             CheckpointError: what was restored is of other settings.
             EngineError, RewardError: as GroupSampler.groups.
         """
+        self.cut()
         self._admit(step)
         tasks = self._tasks[step]
         working = {place: replace(group, samples=[*group.samples]) for place, group in self._open.items()}
@@ -114,6 +130,16 @@ class PartialRollouts:
             "rollout/versions_mean": sum(versions) / len(versions),
         }
         return replace(sampled, counts=sampled.counts | counts)
+
+    def cut(self) -> None:
+        """Cut off what the engine samples while the trainer works, before its weights change or it is closed.
+
+        Raises:
+            EngineError: what went wrong there; or it does not stop.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.end()
 
     def commit(self) -> None:
         """The step that was sampled last is trained on: its rollouts are no longer open."""
@@ -164,20 +190,34 @@ class PartialRollouts:
             if sampler.on_progress is not None:
                 sampler.on_progress(total - left, total)
             score(place)
-            if not left:
-                engine.abort()  # the others go on in the next step
-
-        try:
             if left:
-                tasks = [working[place].task_of(samples) for place, samples in running]
-                run_episodes(
-                    engine,
-                    environment,
-                    at_once(tasks),
-                    rules=self._rules,
-                    on_end=on_end,
-                    stop=lambda: scores.failed or sampler.is_cancelled(),
-                )
+                return
+            if background is None:
+                engine.abort()  # the others go on in the next step
+            else:
+                background.enough.set()
+
+        def ends() -> bool:
+            return scores.failed or sampler.is_cancelled() or (background is not None and background.is_ending())
+
+        def sample() -> None:
+            tasks = [working[place].task_of(samples) for place, samples in running]
+            run_episodes(
+                engine,
+                environment,
+                at_once(tasks),
+                rules=self._rules,
+                on_end=on_end,
+                stop=ends,
+            )
+
+        background = Background(engine, sample) if self.background and running else None
+        self._running = background
+        try:
+            if background is not None:
+                background.begin(wait=left > 0)
+            elif left:
+                sample()
         except BaseException:
             scores.stop()
             raise

@@ -27,7 +27,7 @@ A pack of that document and of [9, 10], at capacity T = 8 with D_cap = 4 documen
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Self, TypeVar
@@ -67,7 +67,7 @@ class TrainSample:
                 f"loss_mask must be bool of shape {list(self.token_ids.shape)}, "
                 f"got {list(self.loss_mask.shape)} {self.loss_mask.dtype}"
             )
-        if len(self) and bool(self.loss_mask[-1]) and not self.scores_last:
+        if not self.scores_last and len(self) and self.loss_mask.numpy()[-1]:
             raise ValueError("loss_mask[-1] must be False: the last token has no next token to predict")
 
     def __len__(self) -> int:
@@ -183,7 +183,9 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
     token_ids = np.array(tuple(chain.from_iterable(span.token_ids for span in spans)), dtype=np.int64)
     loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
     rollout_logprobs = np.zeros(len(token_ids), dtype=np.float32)
-    versions = np.full(len(token_ids), trajectory.policy_version, dtype=np.int64)
+    versions = None
+    if len(trajectory.policy_versions) > 1:
+        versions = np.full(len(token_ids), trajectory.policy_version, dtype=np.int64)
     start = 0
     for span in spans:
         stop = start + len(span.token_ids)
@@ -196,8 +198,8 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
                 )
             loss_mask[start - 1 : stop - 1] = True
             rollout_logprobs[start - 1 : stop - 1] = span.logprobs
-            assert span.policy_version is not None, "written by the policy"
-            versions[start - 1 : stop - 1] = span.policy_version
+            if versions is not None:
+                versions[start - 1 : stop - 1] = span.policy_version
         start = stop
     return RolloutSample(
         token_ids=torch.from_numpy(token_ids),
@@ -207,7 +209,7 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
         policy_version=trajectory.policy_version,
         truncated=trajectory.finish_reason == "length",
         trajectory=number if trajectory.earlier or sample_id != number else -1,
-        versions=torch.from_numpy(versions) if len(trajectory.policy_versions) > 1 else None,
+        versions=None if versions is None else torch.from_numpy(versions),
     )
 
 
@@ -310,6 +312,24 @@ class SharedRows:
     num_rows: int
     """Rows without padding, which is the cost of the pack."""
 
+    @property
+    def size(self) -> int:
+        """R."""
+        return self.slots.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRows:
+    """SharedRows whose tensors are still to be made. A rank needs only those of the packs that it computes,
+    and makes them while its GPU computes the pack before."""
+
+    make: Callable[[], SharedRows]
+    """A pure function."""
+    size: int
+    """R."""
+    num_rows: int
+    """As SharedRows.num_rows."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
@@ -338,7 +358,7 @@ class PackedBatch:
     sample_ids: tuple[int, ...]
     """TrainSample.sample_id of each real document, in order; shorter than `lengths` by the number of pad
     documents."""
-    shared: SharedRows | None = None
+    shared: SharedRows | PlannedRows | None = None
     """Derived from the other fields (lockstep.packing.share) for train.layout = "shared". None: not yet
     derived, or every slot is computed."""
 
@@ -363,7 +383,16 @@ class PackedBatch:
     def num_rows(self) -> int:
         """Rows that the layers compute, including padding: T, or fewer if documents share prefixes. For
         layout padded see models.forward.dense_shape."""
-        return self.num_slots if self.shared is None else self.shared.slots.shape[0]
+        return self.num_slots if self.shared is None else self.shared.size
+
+    @property
+    def shared_rows(self) -> SharedRows | None:
+        """`shared` with its tensors, which are made anew each time unless this is a batch of `with_rows`."""
+        return self.shared.make() if isinstance(self.shared, PlannedRows) else self.shared
+
+    def with_rows(self) -> Self:
+        """Return the batch with the tensors of `shared`."""
+        return dataclasses.replace(self, shared=self.shared_rows)
 
     @property
     def num_tokens(self) -> int:
@@ -435,6 +464,8 @@ def _moved(record: Record, device: torch.device | str) -> Record:
     moved: dict[str, Any] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
+        if isinstance(value, PlannedRows):
+            value = value.make()
         if isinstance(value, Tensor):
             moved[field.name] = value.to(device, non_blocking=True)
         elif isinstance(value, SharedRows):

@@ -126,6 +126,7 @@ class LocalBackend(MasterBackend):
                     flight.note_micro_batch(index, batch.lengths)
                     values = []
                     for part in single_samples(batch, static=self._static) if self._by_sample else [batch]:
+                        part = part.with_rows()
                         rows, labels = head_rows(part, static=self._static_head, device=self.device)
                         logprobs = outer(part.to(self.device), rows, labels, None)
                         values.append(scatter(logprobs, rows, part.num_slots))
@@ -164,6 +165,7 @@ class LocalBackend(MasterBackend):
         )
 
     def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
+        batch = batch.with_rows()
         rows, labels = head_rows(batch, static=self._static_head, device=self.device)
         moved = batch.to(self.device)
         if labels.numel() == 0:  # nothing to train on, and no graph to go back through

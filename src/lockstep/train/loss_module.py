@@ -46,8 +46,8 @@ def head_rows(batch: PackedBatch, *, static: bool, device: torch.device) -> tupl
             only the trained ones. Where documents share rows, the slots that the rows are of: every trained
             slot has a row of its own.
     """
-    if static and batch.shared is not None:
-        slots = batch.shared.slots
+    if static and (shared := batch.shared_rows) is not None:
+        slots = shared.slots
         labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL).index_select(0, slots)
         return slots.to(device, non_blocking=True), labels.to(device, non_blocking=True)
     if static:

@@ -137,10 +137,12 @@ class Bucketing:
         exact = share(repack(batch, None))
         if self.static:
             sizes = [bucket.tokens for bucket in self.buckets]
-            exact = share_in_few_shapes([exact], sizes=sizes, longest=self.buckets[0].max_seqlen)[0]
+            (planned,) = share_in_few_shapes([exact], sizes=sizes, longest=self.buckets[0].max_seqlen)
+            exact = planned.with_rows()
         if self.limit is not None:
-            assert exact.shared is not None
-            self.limit.check(slots=exact.num_rows, documents=exact.shared.cu_rows.shape[0])
+            rows = exact.shared_rows
+            assert rows is not None
+            self.limit.check(slots=exact.num_rows, documents=rows.cu_rows.shape[0])
         return exact
 
     def _planned(self, batch: PackedBatch) -> tuple[int, int]:
@@ -208,8 +210,8 @@ def _rows(bucket: Bucket) -> int:
 def shape_of(batch: PackedBatch) -> tuple[int, int, int]:
     """The shape that a graph is compiled for: (slots, entries of cu_seqlens, longest document); with shared
     rows (rows, entries of cu_rows, gathered keys)."""
-    if batch.shared is not None:
-        return batch.num_rows, batch.shared.cu_rows.shape[0], len(batch.shared.keys)
+    if (shared := batch.shared_rows) is not None:
+        return batch.num_rows, shared.cu_rows.shape[0], len(shared.keys)
     return batch.num_slots, batch.cu_seqlens.shape[0], batch.max_seqlen
 
 

@@ -38,7 +38,7 @@ from lockstep.engine.remote.driver import (
     token_ids,
     whole,
 )
-from lockstep.engine.remote.engine import RemoteEngine, no_tokens
+from lockstep.engine.remote.engine import RemoteEngine, as_begun
 from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, reply_errors
 from lockstep.engine.remote.server import (
     ServerProcess,
@@ -77,6 +77,7 @@ class LocalServerEngine(RemoteEngine):
             EngineError: it does not start in time.
         """
         server = make_server(config, spec)
+        self.partial_rollouts = config.name == "native"
         client = server_client(config, server)
         self._local_server = LocalServerDriver(config, spec, client=client, server=server)
         self._breaks = 0
@@ -142,7 +143,7 @@ class _Flow:
     def abort(self) -> None:
         """Abort: what was not requested yet ends at once, the rest when the server says so."""
         for job in self._waiting:
-            self._engine.ended(job, no_tokens())
+            self._engine.ended(job, as_begun(job))
         self._waiting.clear()
         if self._open and time.monotonic() > self._abort_again:
             self._engine._local_server.abort([self._id])

@@ -45,7 +45,7 @@ from lockstep.models.load import (
 from lockstep.models.source import module_without_weights
 from lockstep.processes.supervisor import name_process
 from lockstep.protocols.engine import Finished, Handle, SharesWeights
-from lockstep.schema.rollout import GenerationRequest, SamplingParams
+from lockstep.schema.rollout import GenerationRequest, SamplingParams, Span
 from lockstep.schema.weights import WeightUpdate
 from lockstep.version import __version__
 from lockstep.wire.buckets import HEAD_VALUES, WireError, dtype_name
@@ -218,7 +218,8 @@ class Host:
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             "cached_tokens": completion.cached_tokens,
-            "policy_version": completion.policy_version,
+            # Not that of its last token, which an earlier request may have sampled.
+            "policy_version": self.engine.stats().policy_version,
         }
         stream.say(id, event)
 
@@ -356,6 +357,10 @@ def request_json(request: GenerationRequest, *, ids: Sequence[str], samples: Seq
         "prompt_token_ids": list(request.prompt_token_ids),
         "sampling": sampling,
         "seeds": [request.seeds[sample] for sample in samples],
+        "begun": [
+            [[span.token_ids, span.logprobs, span.policy_version] for span in request.begun[sample]]
+            for sample in (samples if request.begun else ())
+        ],
     }
 
 
@@ -367,6 +372,16 @@ def _request(group: Mapping[str, Any]) -> GenerationRequest:
         prompt_token_ids=tuple(group["prompt_token_ids"]),
         sampling=SamplingParams(**sampling),
         seeds=tuple(group["seeds"]),
+        begun=tuple(tuple(_written(*span) for span in spans) for spans in group["begun"]),
+    )
+
+
+def _written(token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int) -> Span:
+    return Span(
+        author="policy",
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        policy_version=policy_version,
     )
 
 

@@ -19,7 +19,7 @@ from lockstep.engine.remote.server import ServerProcess, masked
 from lockstep.engine.spec import Decoding, EngineSpec
 from lockstep.engine.streaming import Turn
 from lockstep.errors import EngineError
-from lockstep.schema.rollout import FinishReason, GenerationRequest
+from lockstep.schema.rollout import FinishReason, GenerationRequest, Span
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 
 SHORT_SECONDS = 10.0
@@ -47,6 +47,11 @@ class Job:
     def drawn_seed(self) -> int:
         """The seed that the server is given."""
         return self.seed if self.turn is None else self.turn.drawn_seed(self.sample)
+
+    @property
+    def begun(self) -> tuple[Span, ...]:
+        """What an earlier request wrote of it."""
+        return self.request.begun[self.sample] if self.request.begun else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +251,16 @@ def check_sample(
         f"a sample that stopped at token {ids[-1]} ({sample.stop_reason!r}), which is neither an eos id "
         f"{list(spec.eos_token_ids)}, nor a stop id, nor the end of one of the request's stop strings",
     )
+
+
+def check_begun(sample: Sample, begun: Sequence[Span], *, engine: str) -> None:
+    """Raises EngineError: a sample that goes on with what was begun does not start with it, token by token
+    and with the logprobs that it was sampled with."""
+    token_ids = [token for span in begun for token in span.token_ids]
+    logprobs = [logprob for span in begun for logprob in span.logprobs]
+    written = len(token_ids)
+    if sample.token_ids[:written] != token_ids or sample.logprobs[:written] != logprobs:
+        raise _wrong(engine, f"a sample that does not start with the {written} tokens that were begun")
 
 
 def _wrong(engine: str, what: str) -> EngineError:

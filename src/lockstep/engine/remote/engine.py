@@ -30,13 +30,14 @@ from lockstep.engine.remote.driver import (
     Sample,
     StallDetector,
     bad_status,
+    check_begun,
     check_sample,
     seconds_left,
 )
 from lockstep.engine.remote.http import HttpClient, HttpError, Reply, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.streaming import Ended, Turn
+from lockstep.engine.streaming import Ended, Turn, version_counts
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion
@@ -227,7 +228,7 @@ class RemoteEngine(ReceivingEngine):
     def _checked(self, job: Job, sample: Sample) -> Completion:
         request = job.request
         stop = check_sample(sample, request, self._spec, engine=self.name)
-        return self._completion(
+        completion = self._completion(
             request,
             job.seed,
             token_ids=sample.token_ids,
@@ -235,6 +236,19 @@ class RemoteEngine(ReceivingEngine):
             ending=(sample.finish_reason if stop is None else "stop", stop),
             cached_tokens=sample.cached_tokens,
         )
+        if not (begun := job.begun):
+            return completion
+        check_begun(sample, begun, engine=self.name)
+        marks, written = list[tuple[int, int]](), 0
+        for span in begun:
+            assert span.policy_version is not None, "written by the policy"
+            written += len(span.token_ids)
+            marks.append((span.policy_version, written))
+        marks.append((completion.policy_version, len(sample.token_ids)))
+        versions = version_counts(marks)
+        if not versions:
+            return completion
+        return replace(completion, versions=versions, policy_version=versions[-1][0])
 
     # life and death
 
@@ -483,7 +497,8 @@ class _PostFlow:
         if time.monotonic() <= self._abort_again:
             return
         for key in self._batch.drop_unsent():
-            self._end(self._jobs[str(key)][0], no_tokens())
+            job = self._jobs[str(key)][0]
+            self._end(job, as_begun(job))
         if self._jobs:
             self._engine._driver.abort(list(self._jobs))
         self._abort_again = time.monotonic() + _ABORT_SECONDS
@@ -500,9 +515,15 @@ def _failed(reply: Reply | HttpError) -> bool:
     return isinstance(reply, HttpError) or reply.status >= 500
 
 
-def no_tokens() -> Sample:
-    """A sample that was aborted before it began."""
-    return Sample(token_ids=[], logprobs=[], finish_reason="abort", stop_reason=None, cached_tokens=0)
+def as_begun(job: Job) -> Sample:
+    """A sample that was aborted before the server knew of it: what an earlier request wrote of it, if any."""
+    return Sample(
+        token_ids=[token for span in job.begun for token in span.token_ids],
+        logprobs=[logprob for span in job.begun for logprob in span.logprobs],
+        finish_reason="abort",
+        stop_reason=None,
+        cached_tokens=0,
+    )
 
 
 def _open_limit(max_batch: int) -> int:

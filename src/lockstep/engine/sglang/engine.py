@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.driver import EventStreams, Job, Sample, StallDetector
-from lockstep.engine.remote.engine import RemoteEngine, no_tokens
+from lockstep.engine.remote.engine import RemoteEngine, as_begun
 from lockstep.engine.remote.http import BadReply, HttpError, Reply
 from lockstep.engine.remote.server import (
     ServerProcess,
@@ -155,7 +155,7 @@ class _Flow:
         """Abort: samples that were not requested yet end at once, the others when the server says so, or
         soon."""
         for job in self._waiting:
-            self._end(job, no_tokens())
+            self._end(job, as_begun(job))
         self._waiting.clear()
         now = time.monotonic()
         self._abort_began = self._abort_began or now

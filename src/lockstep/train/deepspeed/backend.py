@@ -181,6 +181,7 @@ class DeepSpeedBackend(Backend):
         with torch.no_grad(), self._as_model(model) as outer, self._counting():
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
+                    batch = batch.with_rows()
                     rows, labels = head_rows(batch, static=self._static_head, device=self.device)
                     moved = batch.to(self.device)
                     if isinstance(outer, LossModule):
@@ -261,6 +262,7 @@ class DeepSpeedBackend(Backend):
         return outputs
 
     def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
+        batch = batch.with_rows()
         rows, labels = head_rows(batch, static=self._static_head, device=self.device)
         moved = batch.to(self.device)
         with self.spans("forward"):

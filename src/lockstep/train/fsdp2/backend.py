@@ -175,6 +175,7 @@ class FSDP2Backend(MasterBackend):
             for index, batch in self._assigned(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
                     flight.note_micro_batch(index, batch.lengths)
+                    batch = batch.with_rows()
                     rows, labels, part = self._rows(batch)
                     logprobs = sharded.outer(batch.to(self.device), rows, labels, None, part)
                     if index is not None and self._shares_results:
@@ -242,6 +243,7 @@ class FSDP2Backend(MasterBackend):
 
     def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
         """Forward, loss and backward of one micro-batch, or of this rank's part of it."""
+        batch = batch.with_rows()
         rows, labels, part = self._rows(batch)
         moved = batch.to(self.device)
         outer = self._policy.outer
