@@ -126,7 +126,7 @@ def parts(prompts: int, *, ranks: int, prompt_tokens: Sequence[int]) -> dict[str
     from lockstep.ranks.process_group import decode_object, encode_object
     from lockstep.rollout.shares import SentShare, Share
     from lockstep.schema.batch import policy_samples, rollout_samples
-    from lockstep.train.base import assigned_indices
+    from lockstep.train.assignment import assigned_indices
 
     torch.set_num_threads(1)
     found: dict[str, float] = {}

@@ -119,6 +119,22 @@ def test_tools_of_a_class_of_ones_own(folder: Path) -> None:
     assert run.reward_functions == () and run.data.prompt_template == "{prompt}\n\n{a}"
 
 
+def test_a_reward_is_one_by_name_or_a_function_of_a_file(folder: Path) -> None:
+    Path("mine").mkdir()
+    Path("mine/rewards.py").write_text("def score(prompt, completion, row):\n    return 1.0\n")
+    for given, name in (
+        ("length", "length"),
+        ("mine/rewards.py:score", "mine.rewards:score"),
+        ("anywhere:score", "anywhere:score"),
+    ):
+        assert main(["init", "grpo", data(QUESTIONS), "--reward", given]) == 0
+        assert [reward.name for reward in load_run("run.toml").reward_functions] == [name]
+        Path("run.toml").unlink()
+    tools = ["--environment", "my_tools:Adder", "--reward", "math"]
+    assert main(["init", "tools", data(QUESTIONS), *tools]) == 0
+    assert [reward.name for reward in load_run("run.toml").reward_functions] == ["math"]
+
+
 @pytest.mark.parametrize("context", [None, {"titles": ["a"]}, ["a"]])
 def test_what_is_no_text_becomes_no_part_of_the_prompt(folder: Path, context: Any) -> None:
     file = data({"question": "What is 1 + 1?", "context": context, "the level": "1"})
@@ -141,6 +157,10 @@ def test_what_init_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["grpo", "ids"], "error[unsupported-combination]: DATA = 'ids' is for models without a tokenizer"),
         (["sft", "reasoning_gym:leg_counting"], "reasoning_gym:leg_counting makes prompts only"),
         (["grpo", "reasoning_gym:leg_countin"], "did you mean 'leg_counting'?"),
+        (["sft", file, "--reward", "math"], "error[no-effect]: --reward math: a sft run has no rewards"),
+        (["grpo", file, "--reward", "lenth"], "did you mean 'length'?"),
+        (["grpo", file, "--reward", "mine.py:score"], "error[no-such-file]: --reward mine.py:score"),
+        (["grpo", file, "--reward", f"{__file__}:x"], "error[leads-out-of-folder]: --reward"),
         (["grpo", file, "--environment", "a:B"], "error[no-effect]: --environment a:B is for lockstep init"),
         (
             ["grpo", file, "--column", "prompt=frage", "--column", "chosen=antwort"],

@@ -4,6 +4,7 @@ lockstep init grpo problems.jsonl
 lockstep init sft conversations.parquet --model Qwen/Qwen3-0.6B --out sft.toml
 lockstep init dpo pairs.jsonl --column prompt=question
 lockstep init grpo reasoning_gym:countdown
+lockstep init grpo problems.jsonl --reward my_rewards.py:score
 lockstep init tools problems.jsonl --environment my_tools:Calculator
 """
 
@@ -39,6 +40,12 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "rejected": ("rejected", "dispreferred", "refused"),
 }
 """Role of a column -> its usual names; the first one that the data has is taken."""
+REWARDS: Mapping[str, str] = {
+    "math": "compares with the answer",
+    "verifier": "the task's own",
+    "length": "how close the completion's length is to the target",
+}
+"""Built-in reward that needs nothing but the data -> what it is."""
 PYTHON_TOOL = "lockstep.environments.python_tool:PythonTool"
 _ROWS = 64
 """Rows that are counted, so that a batch is not larger than a small file."""
@@ -62,6 +69,8 @@ class Found:
     """Whether the source makes its rows: they need no columns to be named."""
     environment: str = ""
     """`module:Class` of the tools."""
+    reward: str = ""
+    """One of REWARDS or `module:function`, if the user chose one."""
 
     def need(self, *roles: str) -> None:
         """Raise ConfigError unless the data has a column for one of the roles."""
@@ -116,23 +125,24 @@ def _train(lr: str, why: str) -> Lines:
     return [("", ""), ("[train]", ""), (f"lr = {lr}", why)]
 
 
+def _reward(found: Found) -> tuple[str, str]:
+    name = found.reward or (
+        "verifier" if found.generated else "math" if "answer" in found.columns else "length"
+    )
+    kwargs = ", kwargs = {target = 64}" if name == "length" else ""
+    own = "" if found.reward else '; put your own here: "module:function"'
+    return f"rewards = [{{name = {toml_value(name)}{kwargs}}}]", REWARDS.get(name, "your own") + own
+
+
 def _rl(kind: str, found: Found) -> Lines:
     found.need("prompt")
-    reward = ('rewards = [{name = "math"}]', 'compares with the answer; "module:function" calls your own')
-    if found.generated:
-        reward = ('rewards = [{name = "verifier"}]', 'the task\'s own; "module:function" calls your own')
-    elif "answer" not in found.columns:
-        reward = (
-            'rewards = [{name = "length", kwargs = {target = 64}}]',
-            'put your own here: {name = "module:function"}',
-        )
     evaluation = ("eval.every = 20", "on held-out rows; also before and after training")
     if found.rows == 1:
         evaluation = ("eval = {before = false, after = false}", "a single row cannot be held out")
     return [
         *_head("grpo" if found.environment else kind, found, "rollout batches"),
         evaluation,
-        *([reward] if found.environment in ("", PYTHON_TOOL) else []),
+        *([_reward(found)] if found.reward or found.environment in ("", PYTHON_TOOL) else []),
         *([("value.lr = 1e-5", "learning rate of the value model")] if kind == "ppo" else []),
         *_tools(found),
         *_model(found),
@@ -222,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
     if environment and args.kind != "tools":
         raise ConfigError(f"no-effect: --environment {environment} is for lockstep init tools; leave it out")
     found = look(args.data, args.column, model=args.model, file=args.out)
-    found = dataclasses.replace(found, environment=environment)
+    found = dataclasses.replace(found, environment=environment, reward=_reward_name(args.reward, args.kind))
     text = written(TEMPLATES[args.kind](args.kind, found))
     for word in args.column:
         role, _, column = word.partition("=")
@@ -235,6 +245,32 @@ def main(argv: Sequence[str]) -> int:
     write_atomic(args.out, text)
     echo(f"init: {args.out}; start it with: {start(args.out)}")
     return 0
+
+
+def _reward_name(given: str | None, kind: str) -> str:
+    """The name of `--reward` in a run file: a file becomes a module that is imported from the working folder.
+
+    Raises:
+        ConfigError: the kind of run has no rewards, or there is no such reward or file.
+    """
+    if given is None:
+        return ""
+    if kind in ("sft", "dpo"):
+        raise ConfigError(f"no-effect: --reward {given}: a {kind} run has no rewards; leave it out")
+    name, colon, function = given.rpartition(":")
+    if not colon and given not in REWARDS:
+        raise unknown("reward", given, [*REWARDS, "module:function"])
+    if not name.endswith(".py"):
+        return given
+    file = Path(name).resolve()
+    if not file.is_file():
+        raise ConfigError(f"no-such-file: --reward {given}: {file} does not exist; correct the path")
+    if not file.is_relative_to(Path.cwd()):
+        raise ConfigError(
+            f"leads-out-of-folder: --reward {given}: rewards are imported from {Path.cwd()}, and "
+            f"{file} is not in it; copy it here, or run this command there"
+        )
+    return ".".join(file.relative_to(Path.cwd()).with_suffix("").parts) + f":{function}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -251,6 +287,8 @@ def parser() -> argparse.ArgumentParser:
     flags = values.Flags(parser)
     flags.value("--out", values.path, "the file to write", Path("run.toml"))
     flags.value("--model", "NAME", "hub name or folder of the model", "bundled:smollm2-135m")
+    names = ", ".join(REWARDS)
+    flags.value("--reward", "NAME", f"{names}, or your own: FILE.py:FUNCTION or MODULE:FUNCTION", None)
     flags.value("--environment", "MODULE:CLASS", "tools: a class of yours", None)
     flags.many("--column", "ROLE=NAME", f"a column with an unusual name; roles: {', '.join(ROLES)}")
     return parser

@@ -26,16 +26,17 @@ if TYPE_CHECKING:
     from lockstep.observe.template_renderer import Rendered
     from lockstep.schema.rollout import Completion, Prompt, SamplingParams
 
-SAMPLE_HELP = """`lockstep sample`: print completions of a run's checkpoint, or of any model.
+# tyro keeps the line breaks before a line that does not begin with a letter.
+SAMPLE_HELP = """Print completions of a run's checkpoint, or of any model.
 
-lockstep sample runs/demo --num-prompts 8
-lockstep sample runs/demo --checkpoint 20 --prompt "What is 2 + 3?" --n 4
-lockstep sample bundled:smollm2-135m --prompt "What is 2 + 3?" --temperature 0
+$ lockstep sample runs/demo --num-prompts 8
+$ lockstep sample runs/demo --checkpoint 20 --prompt "What is 2 + 3?" --n 4
+$ lockstep sample bundled:smollm2-135m --prompt "What is 2 + 3?" --temperature 0
 """
-CHAT_HELP = """`lockstep chat`: chat with a run's checkpoint, or with any model.
+CHAT_HELP = """Chat with a run's checkpoint, or with any model.
 
-lockstep chat runs/demo
-echo "What is 2 + 3?" | lockstep chat runs/demo --temperature 0
+$ lockstep chat runs/demo
+$ echo "What is 2 + 3?" | lockstep chat runs/demo --temperature 0
 
 Each line is one turn. /reset forgets the conversation, Ctrl-C stops an answer, and Ctrl-D ends the chat.
 """
@@ -49,23 +50,23 @@ CHAT_STEP = -3
 class SampleArguments:
     """Print completions of a run's checkpoint, or of any model."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run directory, or a model as for model.name: a folder, a hub name or bundled:NAME."""
-    prompt: str | None = None
+    prompt: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """The user's text, to which the chat template is applied. By default, held-out prompts are used."""
     num_prompts: int = 4
     """Number of held-out prompts to use without --prompt."""
-    checkpoint: str | None = None
+    checkpoint: Annotated[str | None, tyro.conf.arg(metavar="STEP")] = None
     """Checkpoint of a run: export, last, or a step. By default the export if there is one, else the last."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = None
     """Sampling temperature; 0 is greedy. By default the run's."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Maximum length of a completion, in tokens. By default the run's."""
     n: int = 1
     """Completions per prompt."""
     seed: int = 0
     """Seed for the sampling noise."""
-    json: Path | None = None
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write prompts and completions to this file."""
 
 
@@ -180,11 +181,11 @@ def show(prompt: Prompt, group: Sequence[Completion]) -> None:
 class ChatArguments:
     """Chat with a run's checkpoint, or with any model. /reset forgets the conversation; Ctrl-D exits."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run directory, or a model as for model.name: a folder, a hub name or bundled:NAME."""
-    checkpoint: str | None = None
+    checkpoint: Annotated[str | None, tyro.conf.arg(metavar="STEP")] = None
     """Checkpoint of a run: export, last, or a step. By default the export if there is one, else the last."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="T")] = None
     """Sampling temperature; 0 is greedy. By default the run's."""
     max_tokens: int = 512
     """Maximum length of an answer, in tokens."""

@@ -123,7 +123,7 @@ class General(TypedDict):
     rank_timeout: Annotated[
         float | None,
         tyro.conf.arg(
-            help="How long a rank waits for another before the run fails, by default 1800.",
+            help="Seconds that a rank waits for another before the run fails, by default 1800.",
             metavar="SECONDS",
         ),
     ]
@@ -210,19 +210,21 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     flags = ["--print-config" if word == _SHORT else word for word in flags]
     early = _early(flags)
     run = _base_run(source, early)
+    origin = _origin(source, early)
+    defaults = "" if origin == run.kind else f" Defaults are those of {origin}."
     values, overrides = parse_flags(
         run,
         flags,
         general=General,
         prog=f"lockstep train {source or run.kind}",
-        description=f"Train with {run.kind}. Defaults are those of {_origin(source, early)}.",
+        description=f"Train with {run.kind}.{defaults}",
     )
     if early.resume is not None:
         run = load_resumed(early.resume, overrides)
     elif early.restart is not None:
         run = load_restarted(early.restart, overrides)
     else:
-        run = override(run, overrides, origin=f"lockstep train {_origin(source, early)}")
+        run = override(run, overrides, origin=f"lockstep train {origin}")
     if values["rank_timeout"] is not None and not values["rank_timeout"] > 0:
         raise ConfigError(f"out-of-range: --rank-timeout {values['rank_timeout']:g} must be above 0 seconds")
     check_writable(values["json"])

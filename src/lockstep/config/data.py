@@ -75,10 +75,10 @@ class DataConfig(Config):
     """What to do with a prompt longer than max_prompt_tokens. Dropped and truncated prompts are counted and
     reported."""
     max_length: PositiveInt = 2048
-    """SFT: maximum length of a document in tokens; `overlong_documents` says what to do with longer
-    documents."""
+    """Maximum length of a document (SFT) or of prompt and answer (pairs), in tokens; `overlong_documents`
+    says what to do with longer ones."""
     overlong_documents: Literal["error", "drop", "truncate"] = "truncate"
-    """SFT: what to do with a document longer than max_length. Dropped and truncated documents are counted.
+    """What to do with a document longer than max_length. Dropped and truncated documents are counted.
     truncate keeps the beginning; for a reward model it keeps the end, where the document is scored."""
     untrained_documents: Literal["error", "drop"] = "error"
     """SFT: what to do with a document that has no tokens to train on, for example after truncation."""

@@ -48,6 +48,11 @@ class EnvironmentConfig(Config):
         """`module:Class` by name; the only one has the name ""."""
         return dict(self.classes) if self.name is None else {"": self.name}
 
+    @property
+    def shown_targets(self) -> str:
+        """The targets as the user wrote them."""
+        return f"classes = {self.classes}" if self.name is None else f"name = {self.name!r}"
+
     @check
     def _check(self) -> EnvironmentConfig:
         refuse(self, "environment")

@@ -214,7 +214,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             lambda c: any(":" not in target for target in c.targets.values()),
-            "wrong-format: {0.targets} is not of the form module:Class; name a class of yours, such as "
+            "wrong-format: {0.shown_targets} is not of the form module:Class; name a class of yours, such as "
             "my_module:Calculator",
             at="name",
         ),

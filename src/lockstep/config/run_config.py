@@ -32,7 +32,7 @@ class RunConfig(Config):
     steps: PositiveInt = 100
     """Number of rollout batches (grpo, ppo) or optimizer steps (sft, dpo, rm)."""
     epochs: float | None = Field(None, gt=0.0, le=1e6)
-    """Passes over the rows of the data, in place of steps: as many steps as that takes are done. Held-out
+    """Passes over the rows of the data, instead of a number of steps, which follows from it. Held-out
     prompts do not count, but rows do that are too long or at fault, and groups that dynamic_sampling draws
     again do not. config.toml in the run directory has the steps."""
     run_dir: FilePath | None = None

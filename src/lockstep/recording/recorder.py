@@ -63,7 +63,7 @@ class RecorderSettings:
     """Mesh axis -> coordinate of this rank."""
     own_batches: bool = True
     """The batches of a call are this rank's own. False: they are those of all ranks, and batch i is
-    assigned to rank i % world_size (see `lockstep.train.base.assigned_indices`)."""
+    assigned to rank i % world_size (see `lockstep.train.assignment.assigned_indices`)."""
     writes: bool = True
     """False: another process records the same rank (they share its matrices or tokens)."""
 

@@ -199,6 +199,7 @@ def _document(spans: Sequence[Span], trajectory: Trajectory, *, sample_id: int, 
             loss_mask[start - 1 : stop - 1] = True
             rollout_logprobs[start - 1 : stop - 1] = span.logprobs
             if versions is not None:
+                assert span.policy_version is not None, "written by the policy"
                 versions[start - 1 : stop - 1] = span.policy_version
         start = stop
     return RolloutSample(

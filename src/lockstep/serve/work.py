@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import DataError, LockstepError, TrainError
-from lockstep.observe.metrics import is_out_of_memory
+from lockstep.observe.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 MOST_WAITING, MOST_WAITING_BYTES = 10_000, 2**30

@@ -33,14 +33,16 @@ from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import base
-from lockstep.train.base import (
-    Backend,
+from lockstep.train.assignment import (
     assign_batches,
-    compile_module,
-    compile_options,
     require_same_batches,
     share_logprobs,
     share_stats,
+)
+from lockstep.train.base import (
+    Backend,
+    compile_module,
+    compile_options,
 )
 from lockstep.train.deepspeed.engine import ZeroEngine, ZeroParts, whole_shapes, whole_weights
 from lockstep.train.deepspeed.setup import (

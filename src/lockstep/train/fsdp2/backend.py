@@ -31,14 +31,16 @@ from lockstep.packing import ring_shard
 from lockstep.protocols.train import FinishSave, OffloadPart, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightPart, WeightUpdate
-from lockstep.train.base import (
-    MasterBackend,
+from lockstep.train.assignment import (
     assign_batches,
-    compile_module,
-    contract_of,
     require_same_batches,
     share_logprobs,
     share_stats,
+)
+from lockstep.train.base import (
+    MasterBackend,
+    compile_module,
+    contract_of,
 )
 from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of, make_mesh
 from lockstep.train.loss_module import (
