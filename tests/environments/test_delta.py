@@ -13,7 +13,7 @@ from shipped import ADD, CHATML, END, START, USER, conversation, names, of, plai
 from lockstep.environments.calls import Call, CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, Reply
-from lockstep.errors import EngineError
+from lockstep.errors import DataError, EngineError
 from lockstep.observe.special_text import special_text
 
 Message = dict[str, Any]
@@ -127,7 +127,10 @@ def test_no_text_of_a_tool_or_user_is_a_special_token(name: str, examples: int) 
     @settings(max_examples=examples, deadline=None, database=None)
     @given(st.data())
     def any_conversation(data: st.DataObject) -> None:
-        one_conversation(name, data)
+        try:
+            one_conversation(name, data)
+        except DataError:  # a few templates of vLLM: what cannot be told from a special token is refused
+            assert name.startswith("vllm/"), "trl's and transformers' take any text"
 
     any_conversation()
 
