@@ -88,22 +88,14 @@ def lockstep_side(job: dict[str, Any]) -> None:
     train_online(load_run(kind="grpo", overrides=settings), rewards=[imported])
 
 
-def trl_side(job: dict[str, Any]) -> None:
-    """GRPOTrainer with vLLM in its process; writes rows of the names of Lockstep's metrics.jsonl."""
-    import torch
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+def trl_config(job: dict[str, Any]) -> Any:
+    """Return the GRPOConfig of a run."""
+    from trl import GRPOConfig
 
-    def rows_of(name: str, first: int, count: int) -> list[dict[str, Any]]:
-        lines = Path(job["data"], f"{name}.jsonl").read_text().splitlines()
-        return list(map(json.loads, lines[first : first + count]))
-
-    seen = job["steps"] * job["prompts"]
     settings = TRL | (ON_CPU["trl"] if job["gpu"] == "cpu" else {})
     samples = job["prompts"] * GROUP
     batch = min(settings["per_device_train_batch_size"], samples)
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(Path(job["folder"], "trl")),
         seed=job["seed"],
         **(settings | {"per_device_train_batch_size": batch}),
@@ -129,32 +121,59 @@ def trl_side(job: dict[str, Any]) -> None:
         disable_tqdm=True,
         dataloader_num_workers=0,
     )
-    folder = Path(job["folder"], "run")
-    (folder / "rollouts").mkdir(parents=True)
-    train = rows_of("train", job["seed"] * seen, seen)
-    held_out = rows_of("held_out", 0, job["held_out"])
-    evaluated: list[float] = []
 
-    def write(**row: Any) -> None:
-        with (folder / "metrics.jsonl").open("a") as file:
+
+class TRLRun:
+    """Writes rows of the names of Lockstep's metrics.jsonl for a GRPOTrainer with vLLM in its process."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from datasets import Dataset
+        from trl import GRPOTrainer
+
+        self.job, self.folder = job, Path(job["folder"], "run")
+        (self.folder / "rollouts").mkdir(parents=True)
+        seen = job["steps"] * job["prompts"]
+        train = self.rows_of("train", job["seed"] * seen, seen)
+        self.held_out = self.rows_of("held_out", 0, job["held_out"])
+        self.evaluated: list[float] = []
+        self.trainer = GRPOTrainer(
+            model=job["model"],
+            reward_funcs=reward,
+            args=trl_config(job),
+            train_dataset=Dataset.from_list(train),
+            callbacks=[rows_callback(self)],
+        )
+        self.prompt_tokens = statistics.fmean(map(len, self.prompt_ids(train)))
+
+    def rows_of(self, name: str, first: int, count: int) -> list[dict[str, Any]]:
+        """Return rows of a file of the data."""
+        lines = Path(self.job["data"], f"{name}.jsonl").read_text().splitlines()
+        return list(map(json.loads, lines[first : first + count]))
+
+    def write(self, **row: Any) -> None:
+        """Append a row."""
+        with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"timestamp": time.time(), **row}) + "\n")
 
-    def prompt_ids(rows: list[dict[str, Any]]) -> list[list[int]]:
+    def prompt_ids(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """Return the token ids of their prompts."""
         return [
-            trainer.processing_class.apply_chat_template(
+            self.trainer.processing_class.apply_chat_template(
                 row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False
             )
             for row in rows
         ]
 
-    def answers() -> list[list[int]]:
+    def answers(self) -> list[list[int]]:
         """Token ids of greedy completions of the held-out questions."""
-        prompts = prompt_ids(held_out)
-        if trainer.use_vllm:
+        import torch
+
+        prompts = self.prompt_ids(self.held_out)
+        if self.trainer.use_vllm:
             from vllm import SamplingParams
 
-            trainer.vllm_generation.sync_weights()
-            outputs = trainer.vllm_generation.llm.generate(
+            self.trainer.vllm_generation.sync_weights()
+            outputs = self.trainer.vllm_generation.llm.generate(
                 [{"prompt_token_ids": ids} for ids in prompts],
                 sampling_params=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
                 use_tqdm=False,
@@ -164,7 +183,7 @@ def trl_side(job: dict[str, Any]) -> None:
         padded = torch.tensor([[2] * (longest - len(ids)) + ids for ids in prompts])
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
         with torch.no_grad():
-            found = trainer.model.generate(
+            found = self.trainer.model.generate(
                 input_ids=padded,
                 attention_mask=mask,
                 do_sample=False,
@@ -173,17 +192,18 @@ def trl_side(job: dict[str, Any]) -> None:
             )
         return [[token for token in row if token != 2] for row in found[:, longest:].tolist()]
 
-    def evaluate(name: str, step: int) -> None:
+    def evaluate(self, name: str, step: int) -> None:
+        """Mark the held-out questions, and write what was answered."""
         started = time.perf_counter()
-        ids = answers()
-        texts = trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
-        marks = [float(correct(text, row["answer"])) for text, row in zip(texts, held_out, strict=True)]
+        ids = self.answers()
+        texts = self.trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+        marks = [float(correct(text, row["answer"])) for text, row in zip(texts, self.held_out, strict=True)]
         lines = [
             json.dumps({"completion": text, "reward": mark, "prompt": row["prompt"][0]["content"]}) + "\n"
-            for text, mark, row in zip(texts, marks, held_out, strict=True)
+            for text, mark, row in zip(texts, marks, self.held_out, strict=True)
         ]
-        (folder / "rollouts" / f"evaluation-{name}.jsonl").write_text("".join(lines))
-        write(
+        (self.folder / "rollouts" / f"evaluation-{name}.jsonl").write_text("".join(lines))
+        self.write(
             **{
                 "step": step,
                 "evaluation": name,
@@ -191,7 +211,13 @@ def trl_side(job: dict[str, Any]) -> None:
                 "eval/mean_completion_tokens": statistics.fmean(map(len, ids)),
             }
         )
-        evaluated.append(time.perf_counter() - started)
+        self.evaluated.append(time.perf_counter() - started)
+
+
+def rows_callback(run: TRLRun) -> Any:
+    """Return the callback that writes a run's rows."""
+    import torch
+    from transformers import TrainerCallback
 
     class Rows(TrainerCallback):
         """A row per step and evaluation; the seconds of a step are those between two marks."""
@@ -204,7 +230,7 @@ def trl_side(job: dict[str, Any]) -> None:
             self.started = time.perf_counter()
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            evaluate("before", 0)
+            run.evaluate("before", 0)
             self.mark()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
@@ -212,33 +238,30 @@ def trl_side(job: dict[str, Any]) -> None:
                 return
             before = self.started
             self.mark()
-            write(
+            run.write(
                 **{
                     "step": state.global_step - 1,
                     "time/step": self.started - before,
-                    "time/evaluate": evaluated[-1],
+                    "time/evaluate": run.evaluated[-1],
                     "reward/mean": logs["reward"],
                     "grad_norm": float(logs["grad_norm"]),
                     "rollout/completion_tokens_mean": logs["completions/mean_length"],
-                    "rollout/prompt_tokens_mean": prompt_tokens,
+                    "rollout/prompt_tokens_mean": run.prompt_tokens,
                     "logprob_gap_mean": logs.get("sampling/sampling_logp_difference/mean"),
                     "logprob_gap_max": logs.get("sampling/sampling_logp_difference/max"),
                 }
             )
-            last = state.global_step == job["steps"]
+            last = state.global_step == run.job["steps"]
             if last or state.global_step % EVERY == 0:
-                evaluate("after" if last else "during", state.global_step)
+                run.evaluate("after" if last else "during", state.global_step)
                 self.mark()
 
-    trainer = GRPOTrainer(
-        model=job["model"],
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list(train),
-        callbacks=[Rows()],
-    )
-    prompt_tokens = statistics.fmean(map(len, prompt_ids(train)))
-    trainer.train()
+    return Rows()
+
+
+def trl_side(job: dict[str, Any]) -> None:
+    """GRPOTrainer with vLLM in its process."""
+    TRLRun(job).trainer.train()
 
 
 if __name__ == "__main__":

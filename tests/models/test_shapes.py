@@ -4,7 +4,7 @@ from raising import raises
 from transformers import AutoModelForCausalLM
 
 from lockstep.errors import ModelError
-from lockstep.models.load import keep_layers
+from lockstep.models.miniature import keep_layers
 from lockstep.models.shapes import SHAPES, random_model, shape_config
 
 CPU = torch.device("cpu")

@@ -51,7 +51,7 @@ from lockstep.loop.rollouts import Rollouts
 from lockstep.loop.run_manifest import RunManifest, evaluation_line, wandb_settings
 from lockstep.loop.run_recorders import Recorded, RunRecorders, recording_header
 from lockstep.loop.saved import saved
-from lockstep.loop.saving import Saving
+from lockstep.loop.saving import Saving, is_due
 from lockstep.loop.warm_start import warm_start_seconds
 from lockstep.models.architectures import text_config
 from lockstep.models.load import LoadedModel
@@ -322,8 +322,7 @@ class Run:
             # Else a span would end when its kernels are launched, and the next one would get their time.
             self.spans.synchronize = partial(torch.cuda.synchronize, resolved.device)
             self._memory = MemoryMeter(resolved.device)
-            config = text_config(model.module)
-            self._work = TrainingWork.of(resolved, config, ranks=self.ranks.world_size)
+            self._work = TrainingWork.of(resolved, text_config(model.module), ranks=self.ranks.world_size)
         done = int(self._saving.state.values.get("step", 0)) if self._resumed else None
         self._manifest.describe(resolved, model=model, data=data, fingerprint=fingerprint, done=done)
 
@@ -599,8 +598,3 @@ class Run:
         with self._saving.errors_noted_after(after):
             self.dir.write_summary(summary)
         return summary
-
-
-def is_due(every: int, done: int) -> bool:
-    """Return whether something that happens every `every` steps (0: never) is due after `done` steps."""
-    return every > 0 and done > 0 and done % every == 0

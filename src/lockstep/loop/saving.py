@@ -277,3 +277,8 @@ class Saving:
             return {}
         read = self.state.values.get("checkpoints_read", 0)
         return self.copies.summary(self._restart, source=self.source, checkpoints_read=read)
+
+
+def is_due(every: int, done: int) -> bool:
+    """Return whether something that happens every `every` steps (0: never) is due after `done` steps."""
+    return every > 0 and done > 0 and done % every == 0

@@ -32,7 +32,6 @@ from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import ADAPTER, ADAPTER_PREFIX, copy_without_adapter
 from lockstep.models.load import (
     LoadedModel,
-    keep_layers,
     load_model,
     load_tokenizer,
     model_folder,
@@ -40,6 +39,7 @@ from lockstep.models.load import (
     skeleton,
 )
 from lockstep.models.lora import merged_state_dict
+from lockstep.models.miniature import keep_layers
 from lockstep.models.published import as_published, quant_method
 from lockstep.models.shapes import PREFIX, shape_config
 from lockstep.models.source import aliases

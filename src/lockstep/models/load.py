@@ -41,6 +41,7 @@ from lockstep.models.folder import (
     without_adapter,
 )
 from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, with_one_label
+from lockstep.models.miniature import keep_layers
 from lockstep.models.published import forget_quantisation, quant_method
 from lockstep.models.source import (
     WeightSource,
@@ -425,26 +426,6 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
     if hf_config.model_type in ARCHITECTURES:
         check_sizes(folder, hf_config, name=config.name)
     return hf_config
-
-
-def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
-    """Cut a config down to its first `num_layers` layers, per-layer lists (such as layer_types) included.
-
-    Raises:
-        ModelError: the model has fewer layers.
-    """
-    text = hf_config.get_text_config()
-    total = text.num_hidden_layers
-    if num_layers > total:
-        raise ModelError(
-            f"out-of-range: model.num_layers = {num_layers}, but the model has {total} layers; set at most "
-            f"{total}"
-        )
-    # By length, not by name: each family calls its per-layer lists differently, and more are added.
-    for key, value in list(vars(text).items()):
-        if "layer" in key and isinstance(value, list | tuple) and len(value) == total:
-            setattr(text, key, value[:num_layers])
-    text.num_hidden_layers = num_layers
 
 
 def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) -> PretrainedConfig:

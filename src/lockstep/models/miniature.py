@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from lockstep.errors import ModelError
 from lockstep.invariant import experts
 from lockstep.models import shapes
 from lockstep.models.architectures import architecture_of, option, rope_parameters
@@ -132,3 +133,23 @@ def _shrink_heads(small: Any) -> None:
     small.num_attention_heads = small.num_key_value_heads * min(heads // kv_heads, _HEAD_GROUP)
     # A multiple of the number of heads, as transformers asks.
     small.hidden_size = small.num_attention_heads * -(-64 // small.num_attention_heads)
+
+
+def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
+    """Cut a config down to its first `num_layers` layers, per-layer lists (such as layer_types) included.
+
+    Raises:
+        ModelError: the model has fewer layers.
+    """
+    text = hf_config.get_text_config()
+    total = text.num_hidden_layers
+    if num_layers > total:
+        raise ModelError(
+            f"out-of-range: model.num_layers = {num_layers}, but the model has {total} layers; set at most "
+            f"{total}"
+        )
+    # By length, not by name: each family calls its per-layer lists differently, and more are added.
+    for key, value in list(vars(text).items()):
+        if "layer" in key and isinstance(value, list | tuple) and len(value) == total:
+            setattr(text, key, value[:num_layers])
+    text.num_hidden_layers = num_layers
