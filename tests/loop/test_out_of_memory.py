@@ -172,18 +172,6 @@ def test_a_plan_is_for_the_total_unless_for_what_is_free(monkeypatch: pytest.Mon
     assert other.memory["settings"] != found["settings"]
 
 
-def test_segments_grow_unless_the_user_says_how_to_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append, raising=False)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.setenv(name, "max_split_size_mb:512")
-        machine.expand_segments()
-        monkeypatch.delenv(name)
-    assert said == []
-    machine.expand_segments()
-    assert said == ["expandable_segments:True"]
-
-
 def test_gpus_of_different_sizes_are_named_and_the_smallest_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     mock_gpu(monkeypatch, free=79 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

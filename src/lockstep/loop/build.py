@@ -47,7 +47,7 @@ from lockstep.loop.engines import (
 from lockstep.loop.environment import check_own_environment, load_prompts
 from lockstep.loop.expert_checks import check_experts
 from lockstep.loop.gap_check import BitwiseCheck, shared_contract
-from lockstep.loop.machine import check_devices, expand_segments, find_machine
+from lockstep.loop.machine import check_devices, find_machine
 from lockstep.loop.memory_plan import start_offloading
 from lockstep.loop.policy import LoadedPolicy, Policy, Reference, Trained
 from lockstep.loop.remote_roles import RemoteCritic, build_others
@@ -527,8 +527,6 @@ def load_policy(
     device = torch.device(resolved.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels that are launched by hand look at the current device
-    if device.type == "cuda" and not run.engine_has_own_memory:  # to which memory would be sent by CUDA IPC
-        expand_segments()
     if train.num_threads is not None:
         torch.set_num_threads(train.num_threads)
     backend = BACKENDS.load(train.backend)

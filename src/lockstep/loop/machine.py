@@ -18,7 +18,6 @@ from lockstep.models.memory import gib
 from lockstep.observe.text import printable
 from lockstep.ranks.context import RankContext, local_ranks
 
-_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 _SMI = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 _SMI_SECONDS = 20.0
 
@@ -42,16 +41,6 @@ class Machine:
     """A line for the user where the ranks' devices differ in size."""
     engine_gpus: tuple[int, ...] = ()
     """Devices that this rank's engine has for itself."""
-
-
-def expand_segments() -> None:
-    """Let torch's allocator map memory where it needs it, unless the environment says how it allocates.
-    Otherwise the free blocks of one phase, which have its sizes, are lost to the next: four H100s with 8B
-    held up to 18 GiB that way."""
-    if not _ALLOCATOR & os.environ.keys():
-        # In torch 2.13 the first warns that it is to be replaced by the second, which 2.11 may not have.
-        new = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        (new or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def find_machine(run: RunConfig, ranks: RankContext | None = None) -> Machine:
