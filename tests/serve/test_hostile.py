@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from serving import message, post, result
 
-from lockstep.observe.metrics import peak_rss_bytes
+from lockstep.observe.memory import peak_rss_bytes
 
 zstandard = pytest.importorskip("zstandard", reason="of the client")
 

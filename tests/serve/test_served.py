@@ -166,7 +166,7 @@ def test_stop_strings(served: Any, service: Any) -> None:
 
 def test_a_model_that_cannot_be_served_is_refused_at_the_start() -> None:
     with raises(ModelError, "not-batch-invariant: no row-invariant form"):
-        BaseModel("phi", "shape:tiny-phi3", device=torch.device("cpu"), dtype="float32")
+        BaseModel("neox", "shape:tiny-gpt-neox", device=torch.device("cpu"), dtype="float32")
 
 
 def test_a_closed_client_frees_what_it_had(served: Any) -> None:

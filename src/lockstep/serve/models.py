@@ -246,7 +246,7 @@ class TrainingModel:
                 name = name.replace(given, written)
             renamed[f"base_model.model.{name.replace('.default.', '.')}"] = tensor.contiguous()
         write_tensors(folder / "adapter_model.safetensors", renamed)
-        targets = self.spec.config(self._module).target_modules
+        targets = self.spec.config(self.base.loaded.module).target_modules  # in ours they are adapters
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
