@@ -39,13 +39,16 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         raise missing_package("model.lora", "peft", extra="lora")
     import peft
 
-    targets = list(targets_of(module, config))
-    check_targets(module, targets)
+    targets = targets_of(module, config)
+    if (
+        targets == config.target_modules
+    ):  # else they are ours: a shared expert's may be called as experts' tensors
+        check_targets(module, targets)
     adapter = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only multiplies by it
         lora_dropout=config.dropout,
-        target_modules=targets,
+        target_modules=list(targets),
         bias="none",
     )
     device = next(module.parameters()).device
