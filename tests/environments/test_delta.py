@@ -129,8 +129,8 @@ def test_no_text_of_a_tool_or_user_is_a_special_token(name: str, examples: int) 
     def any_conversation(data: st.DataObject) -> None:
         try:
             one_conversation(name, data)
-        except DataError:  # a few templates of vLLM: what cannot be told from a special token is refused
-            assert name.startswith("vllm/"), "trl's and transformers' take any text"
+        except DataError:  # granite's writes what cannot be told from a special token, mistral3's wants an id
+            assert name.rpartition("_")[2] in ("fc", "mistral3")
 
     any_conversation()
 
@@ -140,7 +140,8 @@ def one_conversation(name: str, data: st.DataObject) -> None:
     turn = [*plain("zq"), *tokenizer().convert_tokens_to_ids(list(tokens.turns.end_texts[:1]))]
     ledgers = []
     contents = [data.draw(texts()) for _ in range(3)]
-    for given_texts in (contents, ["a", "b", "c"]):
+    # Equal contents stay equal: Mistral's template looks for the last user message by comparing messages.
+    for given_texts in (contents, ["abc"[contents.index(content)] for content in contents]):
         ledger = tokens.start([{"role": "user", "content": given_texts[0]}])
         for content in given_texts[1:]:
             ledger.add_policy(turn)

@@ -50,7 +50,8 @@ def test_llama3_rope_scaling_is_applied() -> None:
 def test_no_norm_weight_or_bias_is_constant(name: str) -> None:
     for parameter_name, parameter in tiny(name).named_parameters():
         centre = 1.0 if "norm" in parameter_name and "gemma" not in name else 0.0
-        assert parameter.std() > 0.05, parameter_name
+        few = parameter.numel() < 8  # sinks: one for each head
+        assert parameter.std() > (0.02 if few else 0.05), parameter_name
         assert abs(parameter.mean() - centre) < 0.08, parameter_name
 
 
