@@ -100,6 +100,21 @@ def test_sinks_of_a_compiler_are_those_of_the_kernel():
     torch.library.opcheck(sink_attention, arguments, test_utils=tests)
 
 
+def test_sinks_have_the_strides_that_a_compiler_is_told(monkeypatch):
+    """CUDA's kernels lay their results out as q is, which after GPT-OSS's rotation is not contiguous."""
+    from lockstep.attention import sinks
+
+    q, k, v = torch.zeros(4, 7, 8).transpose(0, 1), torch.zeros(7, 2, 8), torch.zeros(7, 2, 8)
+    lse = torch.zeros(4, 7)
+    like = torch.empty_like
+    monkeypatch.setattr(sinks, "_flash", lambda q, *_, **__: (like(q), lse.clone()))
+    monkeypatch.setattr(sinks, "_flash_backward", lambda _, q, k, v, *__, **___: (like(q), like(k), like(v)))
+    cu = torch.tensor([0, 7], dtype=torch.int32)
+    out, total = sinks.sink_attention(q, k, v, torch.zeros(4), cu, cu, 7, 7, None, None)
+    found = sinks._sink_backward(out, q, k, v, torch.zeros(4), cu, cu, out, total, 7, 7, None, None)
+    assert all(x.is_contiguous() for x in (out, total, *found))
+
+
 def test_a_kernel_that_lacks_caps_is_refused():
     forward = adapters._adapter("varlen")
     q, k, v = (x.transpose(0, 1)[None] for x in inputs())

@@ -1,5 +1,6 @@
 """LocalBackend with train.execution = "joint", and with train.accumulate = "sample"."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -174,6 +175,16 @@ def test_parts_of_a_pack_keep_every_field_of_their_samples():
     # a quarter of 16 tokens, rounded up to 64 slots, and the pad documents that fill them
     assert [b.num_slots for b in static] == [64, 64, 64] and static[0].lengths == (7, 16, 16, 16, 9)
     assert torch.equal(merge_samples([b.advantages for b in static], whole), whole.advantages)
+
+
+def test_parts_of_a_trajectory_stay_together_where_the_loss_is_of_whole_sequences():
+    batch = packs(groups=((2, 0, 3),), bucket=None)[0]
+    numbers = torch.tensor([4, 4, 0]).repeat_interleave(torch.tensor(batch.lengths))
+    batch = dataclasses.replace(batch, trajectories=numbers)
+    parts = single_samples(batch, static=False, whole=True)
+    assert [b.sample_ids for b in parts] == [(2, 0), (3,)]
+    assert torch.equal(merge_samples([b.advantages for b in parts], batch, whole=True), batch.advantages)
+    assert [b.sample_ids for b in single_samples(batch, static=False)] == [(2,), (0,), (3,)]
 
 
 def test_preference_pairs_stay_together():

@@ -21,6 +21,7 @@ from serving import (
     equal,
     forward,
     gap,
+    message,
     post,
     result,
     sampled,
@@ -343,3 +344,21 @@ def test_requests_are_limited_in_bytes_and_not_kept(monkeypatch: pytest.MonkeyPa
     assert kept is not None and kept.future.result(60).body == b"d"
     worker.close()
     assert all(job.run is None and job.payload is None for job in [*jobs, kept])
+
+
+def test_a_request_of_a_session_that_has_ended_leaves_no_log_open(served: Any, tmp_path: Path) -> None:
+    service = Service(served.bases, Store(tmp_path))
+    session = service.sessions.create("ada", None)
+    body = {"session_id": session.id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+    service.create_model(types.CreateModelRequest(**body), "ada")
+    model_id = f"{session.id}:train:0"
+    request_id = service.train(wire.train_request(message(model_id)), "ada")
+    job = service.worker.find(request_id)
+    assert job is not None
+    service.sessions.finish(session.id, "ada")  # both wait
+    service.worker.start()
+    try:
+        job.future.result(SECONDS)
+    finally:
+        service.worker.close()
+    assert not service.store.folder(model_id).exists()

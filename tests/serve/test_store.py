@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import stat
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 from raising import raises
 
 from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.serve.sessions import Sessions
 from lockstep.serve.store import About, Store, read_tokens
 
 MODEL = f"s-{'0' * 32}:train:0"
@@ -87,3 +91,31 @@ def test_tokens_of_a_file_are_the_owners_alone(tmp_path: Path) -> None:
     path.chmod(0o640)
     with raises(ConfigError, "not-ours: lets others read it"):
         read_tokens(path)
+
+
+def test_rows_after_a_torn_one_are_whole(tmp_path: Path) -> None:
+    sessions = Sessions({}, Store(tmp_path), most_clients=1)
+    session = sessions.create("ada", "key")
+    with session.journal.open("a") as file:
+        file.write('{"client": 0, "req')
+    for number in range(2):
+        again = Sessions({}, Store(tmp_path), most_clients=1).get(session.id, "ada")
+        again.write({"number": number})
+    rows = [json.loads(line) for line in session.journal.read_text().splitlines()]
+    assert rows == [{"user": "ada"}, {"number": 0}, {"number": 1}]
+
+
+def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Sessions({}, Store(tmp_path), most_clients=1).create("ada", None)
+
+    def half(file: FileIO, data: bytes) -> None:
+        file.write(data[:5])
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.serve.sessions._write_whole", half)
+        with pytest.raises(CheckpointError):
+            session.write({"number": 0})
+    session.write({"number": 1})
+    rows = [json.loads(line) for line in session.journal.read_text().splitlines()]
+    assert rows == [{"user": "ada"}, {"number": 1}]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.execution import compile_blocks, decoder_layers
+from lockstep.invariant.experts import routers
 from lockstep.models.forward import hidden_states
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import share
@@ -163,3 +164,9 @@ def test_routes_that_an_update_changes(documents, batch_of, loss, layout):
             assert "experts/routes_changed" not in metrics
         else:
             assert metrics["experts/routes_changed"] == pytest.approx(1.0 - float(kept)) and kept < 1.0
+
+
+def test_checkpointed_layers_leave_nothing_behind(documents, batch_of, loss):
+    batch = batch_of(documents(3, seed=1), weight=1 / 50)
+    *_, backend = step([batch], loss, activation_checkpointing=True, router_aux_loss=AUX)
+    assert [part.seen for _, part in routers(backend.module)] == [None, None]

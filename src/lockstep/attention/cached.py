@@ -174,7 +174,9 @@ def cached_attention(  # signature: the op's
     if as_rows:
         out = out.unflatten(0, (documents, group)).transpose(1, 2).flatten(1, 2)
         lse = lse.unflatten(1, (documents, group)).transpose(1, 2).flatten(0, 1)
-    return out if sinks is None else with_sinks(out, lse, sinks)
+    return (
+        out if sinks is None else with_sinks(out, lse, sinks)
+    ).contiguous()  # the kernel's is laid out as q
 
 
 @functools.cache

@@ -55,7 +55,8 @@ def sink_attention(  # signature: an op takes tensors and numbers, no records
         q, k, v, cu_q, cu_k, max_q, max_k, 0.0, True, False, **_options(scale, window), **NO_SPLITS
     )
     total = torch.logaddexp(_finite(lse), sinks.to(lse.dtype)[:, None])
-    return with_sinks(out, lse, sinks), total
+    # The kernels lay their results out as q is, which after GPT-OSS's rotation is not contiguous.
+    return with_sinks(out, lse, sinks).contiguous(), total.contiguous()
 
 
 def _options(scale: float | None, window: int | None) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def _sink_backward(  # signature: the op's
     # Rows of no document are uninitialised memory: masked, not multiplied.
     covered = torch.arange(q.shape[0], device=q.device) < cu_q[-1]
     dsinks = torch.where(covered, share, 0.0).sum(1).to(sinks.dtype)
-    return dq, dk, dv, dsinks
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
 
 
 @_sink_backward.register_fake

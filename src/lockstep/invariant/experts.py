@@ -58,7 +58,10 @@ class Router:
         weights, experts = choose_experts(
             logits, self.top_k, softmax=self.routing.softmax, normalise=self.normalise
         )
-        if self.watched:
+        # Not where activation checkpointing runs it again in backward: nobody would read `seen`, which would
+        # keep the layer's activations until the next forward.
+        # Private, in torch 2.11 to 2.13: nothing public says that a backward is running.
+        if self.watched and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
             self.seen = logits, experts
         return logits, weights.to(logits.dtype) if self.routing.rounded else weights, experts
 

@@ -51,6 +51,16 @@ class HasBackend(Protocol):
     backend: TrainBackend
 
 
+_COUNTED = (
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "generate_seconds",
+    "recomputed_tokens",
+)
+"""Totals of EngineStats that `engine_metrics` counts."""
+
+
 class RolloutEngine:
     """An engine that takes the policy's weights, and shares a GPU with the trainer.
 
@@ -202,7 +212,8 @@ class Rollouts:
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
         self._since: EngineStats | None = None
-        """At the end of the last step, if the engine goes on between two of them."""
+        self._until: EngineStats | None = None
+        """While the engine sampled beside the trainer: from the end of the last step to the next weights."""
         if config.rollout.max_lag:
             self.partial = PartialRollouts(
                 self._sampler,
@@ -211,7 +222,7 @@ class Rollouts:
                 steps=config.steps,
                 background=config.engine.process == "separate" and not config.engine.offloads,
             )
-            engine.before_load = self.partial.cut
+            engine.before_load = self._cut
 
     def next(self, step: int) -> SampledStep | None:
         """Return the groups of a step with their rewards; None: the run was asked to stop meanwhile.
@@ -245,7 +256,7 @@ class Rollouts:
             self.partial.commit()
 
     def _sample(self, step: int) -> SampledStep:
-        before = self._since or self.engine.stats()
+        before = self._beginning()
         self.environment.begin(f"step-{step:06d}")
         key = SampleKey(run_seed=self.config.seed, step=step)
         with self._hooks.spans("generate"), self.engine.explaining_memory("engine"):
@@ -257,8 +268,23 @@ class Rollouts:
             return sampled
         counts = sampled.counts | self.engine.metrics(since=before)
         if self.partial is not None and self.partial.background:
-            self._since = self.engine.stats()
+            self._since, self._until = self.engine.stats(), None
         return dataclasses.replace(sampled, counts=counts)
+
+    def _cut(self) -> None:
+        """Cut off what is sampled beside the trainer."""
+        assert self.partial is not None
+        self.partial.cut()
+        self._until = self.engine.stats()
+
+    def _beginning(self) -> EngineStats:
+        """The totals that a step is counted from: what was sampled beside the trainer counts to it, and an
+        evaluation since then does not."""
+        now, since, until = self.engine.stats(), self._since, self._until
+        if since is None or until is None:
+            return now
+        earlier = {name: getattr(since, name) - getattr(until, name) for name in _COUNTED}
+        return dataclasses.replace(now, **{name: getattr(now, name) + earlier[name] for name in _COUNTED})
 
     def abort(self) -> None:
         """End what is sampled."""

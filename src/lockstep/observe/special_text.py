@@ -112,7 +112,8 @@ class SpecialText:
         count = 0
         for piece, is_plain in _pieces(text, plain):
             if not is_plain:
-                count += len(self.pattern.findall(piece))
+                # Not those of the unknown token, which also stands for characters that the tokenizer lacks.
+                count += sum(self.by_text[each] != self._unknown for each in self.pattern.findall(piece))
                 piece = self.pattern.sub(lambda match: names[match.group()], piece)
             written.append(piece)
         (of_twin,) = (

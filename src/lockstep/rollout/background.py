@@ -9,13 +9,14 @@ The thread only talks to the engine's process; it has no collectives.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import InferenceEngine, receives_weights
 
 _WAIT_SECONDS = 0.5
-"""Longest single wait of the trainer's thread, so that Ctrl-C is noticed."""
+"""Longest single wait of the trainer's thread, so that Ctrl-C is noticed, and between two aborts."""
 _END_SECONDS = 120.0
 """That an engine may take to return what it samples after it was aborted."""
 
@@ -69,9 +70,10 @@ class Background:
             EngineError: it does not stop; and what `sample` raised.
         """
         self._ending.set()
-        if self._thread.is_alive():
-            self._engine.abort()
-            self._thread.join(_END_SECONDS)
+        deadline = time.monotonic() + _END_SECONDS
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._engine.abort()  # again: an engine forgets one that comes before its first request
+            self._thread.join(_WAIT_SECONDS)
         if self._thread.is_alive():
             raise EngineError(
                 f"deadline: the engine did not return its samples within {_END_SECONDS:g} s after it was "

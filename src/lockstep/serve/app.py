@@ -220,7 +220,8 @@ class Api:
         parts = request.path_params
         user, until, model, name = (parts[key] for key in ("user", "until", "model", "name"))
         try:
-            right = until.isdigit() and same(parts["key"], self._signed(user, int(until[:20]), model, name))
+            given = until.isascii() and until.isdecimal() and len(until) <= 20
+            right = given and same(parts["key"], self._signed(user, int(until), model, name))
             if not right or int(until) < time.time():
                 raise _NotAllowed("not-authenticated: this address is not valid, or no longer")
             path = f"tinker://{model}/external_weights/{name}"

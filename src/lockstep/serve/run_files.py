@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,6 +39,9 @@ class ServedRun:
         (folder / "summary.json").unlink(missing_ok=True)
         self._writer = JsonlWriter(folder / "metrics.jsonl")
         self._loss, self._tokens = 0.0, 0
+        self._closing = threading.Lock()
+        """The worker writes, and the server's thread closes."""
+        self._closed = False
 
     def add(self, *, loss: float, tokens: int) -> None:
         """Count a forward_backward to the step that will be taken."""
@@ -47,15 +51,22 @@ class ServedRun:
     def step(self, metrics: Mapping[str, float], *, lr: float) -> None:
         """Write the line of an optimizer step."""
         row = {"loss": self._loss, "tokens": self._tokens, "lr": lr, **metrics}
-        try:
-            self._writer.write(self._steps, row, evaluation=None)
-        except OSError as error:
-            log.warning("%s: step %d is not logged: %s", self._folder, self._steps, error)
-        self._steps, self._loss, self._tokens = self._steps + 1, 0.0, 0
+        with self._closing:
+            if self._closed:
+                return
+            try:
+                self._writer.write(self._steps, row, evaluation=None)
+            except OSError as error:
+                log.warning("%s: step %d is not logged: %s", self._folder, self._steps, error)
+            self._steps, self._loss, self._tokens = self._steps + 1, 0.0, 0
 
     def close(self) -> None:
-        """The session has ended."""
-        self._writer.close()
+        """The session has ended. Safe to call twice."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._writer.close()
         try:
             write_json(self._folder / "summary.json", {"outcome": "finished", "steps": self._steps})
             self._lock.release()

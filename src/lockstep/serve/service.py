@@ -189,10 +189,13 @@ class Service:
                 logprobs = model.forward(datums)
                 value = sum(_loss_of(loss, d, x) for d, x in zip(datums, logprobs, strict=True))
                 return Answer(wire.train_response(logprobs, {"loss:sum": value}), protobuf=True)
-            if client.run is None:
+            if client.run is None and not client.ended:
                 client.run = ServedRun(self.store.folder(client.id), model=client.base.name)
             logprobs, metrics = model.forward_backward(datums, loss)
-            client.run.add(loss=metrics["loss:sum"], tokens=sum(map(len, logprobs)))
+            if client.run is not None:
+                client.run.add(loss=metrics["loss:sum"], tokens=sum(map(len, logprobs)))
+                if client.ended:  # meanwhile
+                    client.run.close()
             return Answer(wire.train_response(logprobs, metrics), protobuf=True)
 
         does = {"does": "forward" if request.forward_only else "train"}
@@ -493,7 +496,8 @@ class Service:
         if session is not None and item in session.samplings:
             raise NotKept(f"unknown-name: the result of {request_id[:120]!r} is not kept; sample again")
         client = None if session is None else session.clients.get(item)
-        if client is None or not number.isdigit() or int(number) > client.last_seq:
+        known = number.isascii() and number.isdecimal() and len(number) <= 20
+        if client is None or not known or int(number) > client.last_seq:
             raise Gone(f"unknown-name: there is no request {request_id[:120]!r}, or no longer")
         # A request of an earlier start, or one so old that its result was dropped.
         job, seq = Job(request_id, client.id), int(number)

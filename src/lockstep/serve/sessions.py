@@ -12,9 +12,11 @@ import hashlib
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ class Client:
     """Whether a restart lost steps since `origin`: nothing but a load is executed then."""
     run: ServedRun | None = None
     """Its log; None before its first forward_backward."""
+    ended: bool = False
+    """Whether its session has ended: requests that were queued before still run, and are not logged."""
     answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Of saves and loads before a restart, by request."""
 
@@ -111,6 +115,7 @@ class Session:
     clients: dict[str, Client] = field(default_factory=dict)
     samplings: dict[str, Sampling] = field(default_factory=dict)
     used: float = field(default_factory=time.monotonic)
+    writing: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, row: Mapping[str, Any], *, new: bool = False) -> None:
         """Add a row to the journal; it outlives the process. No row is added when the session has ended.
@@ -118,14 +123,25 @@ class Session:
         Raises:
             CheckpointError: the disk is full, or the like.
         """
+        flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT if new else 0)
         try:
-            handle = os.open(self.journal, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if new else 0), 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(json_lines([row]))
+            with self.writing, os.fdopen(os.open(self.journal, flags, 0o600), "wb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                try:
+                    _write_whole(file, json_lines([row]).encode())
+                except OSError:
+                    # Otherwise the next row would be appended to half a row.
+                    file.truncate(size)
+                    raise
         except FileNotFoundError:
             return
         except OSError as error:
             raise cannot_write(CheckpointError, self.journal, error, "make room in --dir") from error
+
+
+def _write_whole(file: FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 class Sessions:
@@ -202,6 +218,7 @@ class Sessions:
         del self._sessions[session.id]
         session.journal.unlink(missing_ok=True)
         for client in session.clients.values():
+            client.ended = True
             if client.run is not None:
                 client.run.close()
 
@@ -226,7 +243,11 @@ class Sessions:
     # after a restart
 
     def _restored(self, journal: Path) -> Session | None:
-        lines = journal.read_bytes().split(b"\n")[:-1]  # what follows the last line end was being written
+        raw = journal.read_bytes()
+        end = raw.rfind(b"\n") + 1
+        if end < len(raw):  # a row that was being written: the next one must not be appended to it
+            os.truncate(journal, end)
+        lines = raw[:end].split(b"\n")[:-1]
         rows = [parse_json(line, str(journal), CheckpointError) for line in lines]
         if not rows:
             return None

@@ -82,8 +82,7 @@ def share_stats(
 
     Args:
         outputs: this rank's results, by index into `batches`. Each slot of each micro-batch belongs to
-        exactly one
-            rank; the others have 0 there (x + 0 = x bitwise, NaN stays NaN).
+            exactly one rank; the others have 0 there (x + 0 = x bitwise, NaN stays NaN).
         terms: number of terms of the loss.
     """
     rows, slots = 2 + terms, [batch.num_slots for batch in batches]

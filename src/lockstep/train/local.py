@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from lockstep.observe import flight
 from lockstep.observe.metrics import Spans
 from lockstep.packing import Bucket, repack
 from lockstep.protocols.train import OffloadPart, Reference, StepStats, TokenLoss
-from lockstep.schema.batch import PackedBatch, PreferenceBatch
+from lockstep.schema.batch import PackedBatch, PolicyBatch, PreferenceBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.base import MasterBackend, compile_module
 from lockstep.train.loss_module import (
@@ -159,11 +160,12 @@ class LocalBackend(MasterBackend):
         """Forward, loss and backward of one micro-batch, at once or sample by sample."""
         if not self._by_sample:
             return self._backward_at_once(batch, loss, step_tokens)
-        parts = single_samples(batch, static=self._static)
+        whole = not loss.separable
+        parts = single_samples(batch, static=self._static, whole=whole)
         ones = [self._backward_at_once(one, loss, step_tokens) for one in parts]
         return MicroBatchOutput(
             loss=torch.stack([one.loss for one in ones]).sum(),
-            tokens=merge_samples([one.tokens for one in ones], batch),
+            tokens=merge_samples([one.tokens for one in ones], batch, whole=whole),
         )
 
     def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss, step_tokens: int) -> MicroBatchOutput:
@@ -261,39 +263,52 @@ _STEPS = 4
 _ALIGNMENT = 64
 
 
-def single_samples(batch: PackedBatch, *, static: bool) -> list[PackedBatch]:
+def single_samples(batch: PackedBatch, *, static: bool, whole: bool = False) -> list[PackedBatch]:
     """One batch per document, in order; per pair of documents for preference pairs, whose loss is of both.
 
     Losses and gradients of the parts add up to those of the batch: `loss_weights` hold the normaliser of the
-    whole step, and no loss looks beyond a document or pair.
+    whole step, and no loss looks beyond a document, a pair or, if it is of `whole` sequences, a trajectory.
 
     Args:
         batch: on the host.
         static: pad each part to one of at most 4 capacities, quarters of the longest that a part may be
             (`batch.max_seqlen` a document), so that compiled code makes few graphs.
+        whole: keep the parts of a trajectory together.
     """
-    width = 2 if isinstance(batch, PreferenceBatch) else 1
-    parts, start = [], 0
-    for first in range(0, len(batch.sample_ids), width):
+    parts, first, start = [], 0, 0
+    for width in _widths(batch, whole=whole):
         documents = slice(first, first + width)
         length = sum(batch.lengths[documents])
         part = _slice(batch, documents, slice(start, start + length))
         parts.append(repack(part, _bucket(length, width, batch.max_seqlen)) if static else part)
-        start += length
+        first, start = first + width, start + length
     return parts
 
 
-def merge_samples(parts: list[Tensor], batch: PackedBatch) -> Tensor:
+def merge_samples(parts: list[Tensor], batch: PackedBatch, *, whole: bool = False) -> Tensor:
     """Merge per-token values [..., t] of the parts, padding included, into [..., T] of the batch; 0 in its
     padding."""
-    whole = parts[0].new_zeros(*parts[0].shape[:-1], batch.num_slots)
-    width = 2 if isinstance(batch, PreferenceBatch) else 1
-    start = 0
-    for index, values in enumerate(parts):
-        length = sum(batch.lengths[index * width : (index + 1) * width])
-        whole[..., start : start + length] = values[..., :length]
-        start += length
-    return whole
+    merged = parts[0].new_zeros(*parts[0].shape[:-1], batch.num_slots)
+    first, start = 0, 0
+    for width, values in zip(_widths(batch, whole=whole), parts, strict=True):
+        length = sum(batch.lengths[first : first + width])
+        merged[..., start : start + length] = values[..., :length]
+        first, start = first + width, start + length
+    return merged
+
+
+def _widths(batch: PackedBatch, *, whole: bool) -> list[int]:
+    """How many documents each part has."""
+    count = len(batch.sample_ids)
+    if isinstance(batch, PreferenceBatch):
+        return [2] * (count // 2)
+    numbers = batch.trajectories if isinstance(batch, PolicyBatch) else None
+    if not whole or numbers is None:
+        return [1] * count
+    trajectories = numbers[batch.cu_seqlens[:count].long()].tolist()
+    # 0: a document that is no part.
+    keys = [number or -index - 1 for index, number in enumerate(trajectories)]
+    return [len(list(same)) for _, same in itertools.groupby(keys)]
 
 
 def _slice(batch: PackedBatch, documents: slice, slots: slice) -> PackedBatch:
