@@ -157,7 +157,7 @@ def test_a_row_that_cannot_be_scored_is_no_zero(reward, row, completion):
 DPO = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(8)]
 STARTS = {
     # what is wrong                kind, settings, rows, changes of config.json; the error
-    "rope type": ("sft", {}, [], {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+    "rope type": ("sft", {}, [], {"rope_parameters": {"rope_type": "axial", "factor": 2.0}}, "rope_type"),
     "positions": ("grpo", {"data.max_prompt_tokens": 9000}, [], {}, "too-long"),
     "longer rows": ("sft", {"data.max_length": 9000}, [{"text": "x" * 5000}], {}, "too-long"),
     "equal answers": ("dpo", {}, [{"prompt": "q", "chosen": "yes", "rejected": "yes"}], {}, "wrong-pairs"),
