@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.attention import kernel_of
 from lockstep.config.train import Layout
 from lockstep.execution import decoder_layers, is_compiled
 from lockstep.models.architectures import causal_lm
@@ -234,7 +235,7 @@ class Capture:
         if _in_backward():
             return kernel(module, *args, **kwargs)
         path = f"{self._names.get(id(module), type(module).__name__)}.{KERNEL}"
-        kind = f"attention kernel {name.removeprefix('lockstep_')}"
+        kind = f"attention kernel {kernel_of(name).removeprefix('hf:')}"
         arguments = dict(zip(("q", "k", "v", "attention_mask"), args, strict=False))
         for letter, long in (("q", "query"), ("k", "key"), ("v", "value")):
             arguments.setdefault(letter, kwargs.get(long))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.attention import kernel_of
 from lockstep.errors import LockstepError
 from lockstep.execution import decoder_layers, is_compiled
 from lockstep.models.architectures import causal_lm
@@ -389,7 +390,7 @@ def _save_block(context: _Context) -> _Saved | None:
     window = getattr(attention, "sliding_window", None)
     if config.model_type == "mistral":
         window = getattr(config, "sliding_window", None)
-    name = (config._attn_implementation or "eager").removeprefix("lockstep_")
+    name = kernel_of(config._attn_implementation).removeprefix("hf:")
     called = {**arguments, "sliding_window": window, "scaling": attention.scaling}
     kernel = _save_call(name, called, compiled=is_compiled(context.arm.module))
     activation = _ACTIVATIONS.get(type(getattr(layer.mlp, "act_fn", None)).__name__)
