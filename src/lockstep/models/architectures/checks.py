@@ -195,17 +195,17 @@ def check_kernel(config: Any, kernel: str) -> None:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    what = f"unsupported-combination: train.attention = {kernel!r} with a {config.model_type} model"
+    what = f"train.attention = {kernel!r} with a {config.model_type} model"
     fix = "set train.attention = 'sdpa', or 'flex' on a GPU"
     if kernel == "varlen" and caps_scores(config):
         raise ConfigError(
-            f"{what}: torch's flash attention has no soft caps (attn_logit_softcapping = "
-            f"{config.get_text_config().attn_logit_softcapping}); {fix}, and train.batch_invariant = false"
+            f"unsupported-combination: {what}: torch's flash attention has no soft caps "
+            f"(attn_logit_softcapping = {config.get_text_config().attn_logit_softcapping}); {fix}, and train.batch_invariant = false"
         )
     # Private, in transformers 5.17 to 5.23, whose own error is a ValueError that says to ask for support.
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kernel == "hf:sdpa" and model is not None and not model._supports_sdpa:
-        raise ConfigError(f"{what}: transformers does not compute it so; {fix}")
+        raise ConfigError(f"unsupported-combination: {what}: transformers does not compute it so; {fix}")
 
 
 def kv_heads(config: Any) -> int:
