@@ -200,7 +200,8 @@ def check_kernel(config: Any, kernel: str) -> None:
     if kernel == "varlen" and caps_scores(config):
         raise ConfigError(
             f"unsupported-combination: {what}: torch's flash attention has no soft caps "
-            f"(attn_logit_softcapping = {config.get_text_config().attn_logit_softcapping}); {fix}, and train.batch_invariant = false"
+            f"(attn_logit_softcapping = {config.get_text_config().attn_logit_softcapping}); {fix}, and "
+            "train.batch_invariant = false"
         )
     # Private, in transformers 5.17 to 5.23, whose own error is a ValueError that says to ask for support.
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
