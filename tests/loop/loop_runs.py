@@ -201,7 +201,11 @@ def everything(run_dir: Path) -> dict[str, Any]:
     return {
         "metrics": metrics_of(run_dir),
         "rollouts": {file.name: file.read_text() for file in sorted((run_dir / "rollouts").iterdir())},
-        "summary": {k: v for k, v in summary.items() if k not in ("wall_seconds", "evaluation_seconds", "run_dir", "export")},
+        "summary": {
+            k: v
+            for k, v in summary.items()
+            if k not in ("wall_seconds", "evaluation_seconds", "run_dir", "export")
+        },
         "weights": {
             f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files
         },

@@ -13,7 +13,6 @@ import pytest
 from raising import raises
 
 from lockstep.errors import CheckpointError, ConfigError, DataError
-from lockstep.serve.sessions import Sessions
 from lockstep.serve.store import About, Store, read_tokens
 
 MODEL = f"s-{'0' * 32}:train:0"
@@ -94,6 +93,9 @@ def test_tokens_of_a_file_are_the_owners_alone(tmp_path: Path) -> None:
 
 
 def test_rows_after_a_torn_one_are_whole(tmp_path: Path) -> None:
+    pytest.importorskip("tinker", reason="its messages are what is kept")
+    from lockstep.serve.sessions import Sessions
+
     sessions = Sessions({}, Store(tmp_path), most_clients=1)
     session = sessions.create("ada", "key")
     with session.journal.open("a") as file:
@@ -106,6 +108,9 @@ def test_rows_after_a_torn_one_are_whole(tmp_path: Path) -> None:
 
 
 def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tinker", reason="its messages are what is kept")
+    from lockstep.serve.sessions import Sessions
+
     session = Sessions({}, Store(tmp_path), most_clients=1).create("ada", None)
 
     def half(file: FileIO, data: bytes) -> None:
