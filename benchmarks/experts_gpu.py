@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import statistics
@@ -36,8 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from several_gpus import Job, run
+from several_gpus import Job, machine, run
 from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -313,19 +311,11 @@ def ratios(cases: list[dict[str, Any]]) -> dict[str, Any]:
 # --- all --------------------------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
-    """Versions and device."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{max(1, torch.cuda.device_count())} x {gpu}",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "targets": TARGETS,
-    }
+def about() -> dict[str, Any]:
+    """Versions, device, commit and targets."""
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    return {**machine(), "commit": commit, "targets": TARGETS}
 
 
 def main() -> None:
@@ -359,7 +349,7 @@ def main() -> None:
             document=DOCUMENT,
             repeats=5,
         )
-    result: dict[str, Any] = machine() | {"command": " ".join(["python", *sys.argv])}
+    result: dict[str, Any] = about() | {"command": " ".join(["python", *sys.argv])}
     for part in args.parts:
         cases = result[part] = []
         try:
