@@ -31,7 +31,7 @@ from lockstep.observe.metrics import Spans
 from lockstep.packing import Planner
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext
-from lockstep.schema.batch import RolloutSample, TrainSample
+from lockstep.schema.batch import PlannedRows, RolloutSample, TrainSample
 
 KL = "[algorithm.kl]\ncoef = 0.1\n"
 GRPO = TINY + KL
@@ -103,7 +103,9 @@ def test_records_and_tensors_arrive_as_they_were_sent():
     odd = [torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 3), torch.tensor([float("nan"), -0.0])]
     sent = {"batches": plan(samples, [s.loss_mask.float() for s in samples]), "odd": odd, "text": text}
     sent |= {"numbers": [1, 0.1, True, None, "", {"dict": {"tensor": 0}}], "tied": [samples, samples[0]]}
-    assert_same(unpacked(packed(sent)), sent)
+    planned = sent["batches"]
+    assert all(isinstance(batch.shared, PlannedRows) for batch in planned)
+    assert_same(unpacked(packed(sent)), sent | {"batches": [batch.with_rows() for batch in planned]})
 
 
 def test_what_is_no_message_is_refused(monkeypatch):

@@ -58,7 +58,7 @@ from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext, local_ranks
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
 from lockstep.ranks.process_group import host_store
-from lockstep.schema.batch import PackedBatch, PolicyBatch, RolloutSample, SharedRows
+from lockstep.schema.batch import PackedBatch, PlannedRows, PolicyBatch, RolloutSample, SharedRows
 from lockstep.wire import buckets
 from lockstep.wire.server_token import TOKEN
 
@@ -481,6 +481,8 @@ def _too_large() -> TrainError:
 def _encode(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, PlannedRows):  # how to make them is code, which no message carries
+        value = value.make()
     if isinstance(value, Tensor):
         tensors.append(value.detach().cpu())
         return {"tensor": len(tensors) - 1}
