@@ -124,7 +124,7 @@ demo: venv-demo
 	$(DEMO_VENV)/bin/lockstep train grpo --recipe demo
 
 test: venv
-	$(PYTEST) -m 'not exhaustive'
+	$(PYTEST) -m 'not exhaustive' --durations=40 --durations-min=10
 
 test-all: venv
 	$(PYTEST)
