@@ -42,6 +42,31 @@ def test_batches_come_back_to_the_bit(policy: bool, capacity: int | None) -> Non
     assert_same(one, through(one))
 
 
+@pytest.mark.parametrize("capacity", [None, 24])
+def test_trajectories_and_versions_come_back(capacity: int | None) -> None:
+    content = batch((5, 9, 3), capacity=capacity)
+    slots = torch.arange(content.num_slots)
+    numbers = torch.where(slots < 14, 7, 0)  # documents 0 and 1
+    current = (slots % 3 == 0) & (slots < 17)
+    content = dataclasses.replace(content, trajectories=numbers, current=current, step_tokens=40)
+    one = recorded(0, content=content)
+    assert_same(one, through(one))
+    assert len(encode(one, vocab_size=recordings.VOCAB).columns["current"]) == 3
+    for field, wrong in (("trajectories", torch.where(slots < 13, 7, 0)), ("current", slots[:-1] > 3)):
+        bad = dataclasses.replace(one, batch=dataclasses.replace(content, **{field: wrong}))
+        with raises(RecordingError, f"wrong-shape: {field}"):
+            encode(bad, vocab_size=recordings.VOCAB)
+
+
+def test_entries_of_earlier_versions_are_read() -> None:
+    entry = parse_json(
+        encode(recorded(0), vocab_size=recordings.VOCAB).entry.encode(), "entry", RecordingError
+    )
+    assert {"trajectories", "current", "step_tokens"}.isdisjoint(entry)
+    found = checked(InputEntry, entry, where="entry")
+    assert (found.trajectories, found.current, found.step_tokens) == ([], False, None)
+
+
 @pytest.mark.parametrize("bucket", [None, Bucket(tokens=24, documents=8, max_seqlen=8)])
 def test_a_reward_models_pairs_may_score_their_last_tokens(bucket: Bucket | None) -> None:
     samples = []

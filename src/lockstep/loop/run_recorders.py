@@ -169,5 +169,10 @@ def recording_header(
             "max_seqlen": plan.max_seqlen,
             "max_documents": plan.max_documents,
         },
+        router_losses={
+            name: value
+            for name in ("router_aux_loss", "router_z_loss")
+            if (value := getattr(run.train, name))
+        },
         device_name=torch.cuda.get_device_name(resolved.device) if cuda else platform.processor() or "cpu",
     )

@@ -87,6 +87,7 @@ def pack_all(
     *,
     groups: Sequence[Sequence[int]],
     buckets: Sequence[Bucket | None],
+    step_tokens: int | None = None,
 ) -> list[PackedBatch]:
     """Return a pack of each group of samples, given by their indices, as `pack` does; the samples of all
     groups are of one type. Fields are made of all documents at once: there may be thousands in a step."""
@@ -99,6 +100,7 @@ def pack_all(
         part, start = slice(start, start + sum(own)), start + sum(own)
         fields = _padded({name: values[part] for name, values in columns.items()}, own, bucket)
         fields["sample_ids"] = tuple(sample.sample_id for sample in ordered[first:last])
+        fields["step_tokens"] = step_tokens
         if batch_type is PolicyBatch:
             fields["policy_versions"] = tuple(_column(ordered[first:last], "policy_version"))
         batches.append(batch_type(**fields))
@@ -260,7 +262,7 @@ def plan_micro_batches(
     if buckets and limits.layout != "shared":
         used = [sum(lengths[i] for i in group) for group in groups]
         capacities = [next(b for b in buckets if tokens <= b.tokens) for tokens in used]
-    batches = pack_all(samples, loss_weights, groups=groups, buckets=capacities)
+    batches = pack_all(samples, loss_weights, groups=groups, buckets=capacities, step_tokens=sum(lengths))
     if prefixes is None:
         return batches
     segments = [prefixes.segments(group) for group in groups]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sized
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -114,6 +115,9 @@ class InputEntry(_Checked):
     floats: dict[str, Literal["slot", "token", "trained", "document"]]
     outputs: OutputsEntry | None
     others: list[Annotated[str, AfterValidator(_plain_extra)]]
+    trajectories: list[Count] = []  # recordings of earlier versions have none of the last three
+    current: bool = False
+    step_tokens: Positive | None = None
 
     def key(self) -> InputKey:
         return InputKey(self.meta.update, self.meta.micro_batch, self.meta.rank)
@@ -124,6 +128,7 @@ class InputEntry(_Checked):
         counts = {"token": tokens, "trained": self.trained, "document": len(self.lengths)}
         counts["slot"] = tokens + sum(self.tail)
         columns = {"token_ids": tokens, "loss_mask": -(-tokens // 8)}
+        columns |= {"current": -(-tokens // 8)} if self.current else {}
         return columns | {name: counts[spread] for name, spread in self.floats.items()}
 
     def input_meta(self) -> InputMeta:
@@ -141,9 +146,16 @@ class InputEntry(_Checked):
             return f"meta.rank {meta.rank} is not below world_size {meta.world_size}"
         if len(self.sample_ids) != len(self.lengths):
             return f"{len(self.sample_ids)} sample_ids for {len(self.lengths)} lengths"
-        for name, values in (("meta.documents", meta.documents), ("policy_versions", self.policy_versions)):
+        by_document: dict[str, Sized] = {
+            "meta.documents": meta.documents,
+            "policy_versions": self.policy_versions,
+            "trajectories": self.trajectories,
+        }
+        for name, values in by_document.items():
             if values and len(values) != len(self.lengths):
                 return f"{len(values)} {name} for {len(self.lengths)} lengths"
+        if self.step_tokens is not None and self.step_tokens < sum(self.lengths):
+            return f"step_tokens {self.step_tokens} is less than the input's {sum(self.lengths)} tokens"
         more = {"policy": {"rollout_logprobs", "advantages"}, "value": {"returns", "old_values"}}
         more |= {"unpaired": {"desirability"}, "scored": {"margins"}}
         needed = {"loss_weights"} | more.get(self.kind, set())
@@ -166,6 +178,8 @@ class InputEntry(_Checked):
             return "others names a tensor twice"
         if self.kind == "packed" and self.policy_versions:
             return "policy_versions are given for an input of kind packed"
+        if self.kind != "policy" and (self.trajectories or self.current):
+            return f"trajectories or current are given for an input of kind {self.kind}"
         return None
 
 
@@ -186,6 +200,9 @@ class HeaderEntry(_Checked):
     mesh: dict[str, Count]
     device_name: str
     contract: dict[str, Any] | None = None  # recordings of earlier versions have none
+    router_losses: dict[
+        Literal["router_aux_loss", "router_z_loss"], Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    ] = {}  # nor this
     notes: dict[str, Any]
 
     @field_validator("contract")

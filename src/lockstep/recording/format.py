@@ -4,6 +4,7 @@ The inputs of a file one after the other, real tokens only:
 
     token_ids      [tokens] U8, U16 or I32, the narrowest that holds every id of the vocabulary
     loss_mask      [bytes] U8: 8 tokens each, lowest bit first; every input begins a byte
+    current        the same
     a float field  [entries] F32; the entry of an input has their number, see Spread
 
 Labels, positions, cu_seqlens and the padded tail are derived, so an input from which they cannot be derived
@@ -61,7 +62,7 @@ class Encoded:
     entry: str
     """JSON of an InputEntry."""
     columns: Mapping[str, Array]
-    """token_ids, loss_mask and the float fields, see the module."""
+    """token_ids, loss_mask, current and the float fields, see the module."""
     others: Mapping[str, Tensor]
     """rng and extras, as they are."""
     nbytes: int
@@ -123,10 +124,16 @@ def _ids_and_mask(
             f"outside-vocabulary: {where}: token_ids range from {int(real.min())} to {int(real.max())}, but "
             f"the vocabulary has ids 0 to {vocab_size - 1}; set the header's vocab_size to the model's"
         )
-    return {
+    columns = {
         "token_ids": real.astype(ids_dtype(vocab_size)),
         "loss_mask": np.packbits(mask[: layout.used], bitorder="little"),
     }
+    if (current := getattr(batch, "current", None)) is not None:
+        bits = _vector(current, torch.bool, "current", batch.num_slots, where)
+        if bits[layout.used :].any():
+            raise RecordingError(f"wrong-shape: {where}: current must be False in the padded tail")
+        columns["current"] = np.packbits(bits[: layout.used], bitorder="little")
+    return columns
 
 
 def _compact(entry: Mapping[str, Any]) -> str:
@@ -139,7 +146,7 @@ def _compact(entry: Mapping[str, Any]) -> str:
 def join(inputs: Sequence[Encoded]) -> tuple[dict[str, Array | Tensor], dict[str, str]]:
     """Tensors and metadata of a safetensors file with these inputs."""
     tensors: dict[str, Array | Tensor] = {}
-    for name in ("token_ids", "loss_mask", *FLOATS):
+    for name in ("token_ids", "loss_mask", "current", *FLOATS):
         parts = [e.columns[name] for e in inputs if name in e.columns]
         if parts:
             tensors[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -215,6 +222,10 @@ class _Layout:
         labels[: self.used - 1] = ids[1 : self.used]
         labels[self.ends()] = IGNORE_LABEL
         return labels
+
+    def spread(self, values: Array) -> Array:
+        """[T] of a value for each real document; 0 in the tail."""
+        return np.concatenate([np.repeat(values, self.lengths), np.zeros(sum(self.tail), dtype=values.dtype)])
 
     def ends(self) -> Array:
         """Slot of each real document's last token."""
@@ -305,6 +316,20 @@ def _narrow(values: Array, mask: Array, layout: _Layout) -> tuple[str, Array]:
     return Spread.TRAINED, trained.view(np.float32)
 
 
+def _trajectories(batch: PackedBatch, layout: _Layout, where: str) -> list[int]:
+    """Of each document; empty: the batch names none."""
+    if (numbers := getattr(batch, "trajectories", None)) is None:
+        return []
+    values = _vector(numbers, torch.int64, "trajectories", batch.num_slots, where)
+    by_document = values[layout.ends()]
+    if not np.array_equal(values, layout.spread(by_document)):
+        raise RecordingError(
+            f"wrong-shape: {where}: trajectories must be one number in all slots of a document, and 0 in the "
+            "padded tail"
+        )
+    return [int(number) for number in by_document]
+
+
 def _kind(batch: PackedBatch) -> str:
     if isinstance(batch, PolicyBatch):
         return "policy"
@@ -338,6 +363,12 @@ def _entry(
         "outputs": None,
         "others": list(others),
     }
+    if trajectories := _trajectories(batch, layout, where):
+        entry["trajectories"] = trajectories
+    if getattr(batch, "current", None) is not None:
+        entry["current"] = True
+    if batch.step_tokens is not None:
+        entry["step_tokens"] = int(batch.step_tokens)
     if outputs is not None:
         entry["outputs"] = {
             "loss": outputs.loss,
@@ -385,12 +416,10 @@ def decode(
     used, slots = layout.used, layout.slots
     ids = np.zeros(slots, dtype=np.int64)
     ids[:used] = np.frombuffer(columns["token_ids"], dtype=ids_type)
-    bits = np.unpackbits(np.frombuffer(columns["loss_mask"], dtype=np.uint8), bitorder="little")
-    mask = np.zeros(slots, dtype=np.bool_)
-    mask[:used] = bits[:used]
+    mask, clean = _bits(columns["loss_mask"], layout)
     counts = layout.trained(mask)
     wrong_end = entry.kind != SCORED and mask[layout.ends()].any()
-    if bits[used:].any() or wrong_end or int(counts.sum()) != entry.trained:
+    if not clean or wrong_end or int(counts.sum()) != entry.trained:
         raise RecordingError(
             f"wrong-field: loss_mask: {int(counts.sum())} tokens are trained on, but the field trained says "
             f"{entry.trained}; the last token of a document is never trained on, except in inputs of kind "
@@ -409,10 +438,19 @@ def decode(
         "loss_mask": torch.from_numpy(mask),
         "lengths": layout.lengths + layout.tail,
         "sample_ids": tuple(entry.sample_ids),
+        "step_tokens": entry.step_tokens,
         **{name: floats[name] for name in BATCH_FLOATS if name in floats},
     }
     batch: PackedBatch
     if entry.kind == "policy":
+        if entry.current:
+            current, clean = _bits(columns["current"], layout)
+            if not clean:
+                raise RecordingError("wrong-field: current: unused bits must be 0")
+            fields["current"] = torch.from_numpy(current)
+        if entry.trajectories:
+            numbers = np.array(entry.trajectories, dtype=np.int64)
+            fields["trajectories"] = torch.from_numpy(layout.spread(numbers))
         batch = PolicyBatch(**fields, policy_versions=tuple(entry.policy_versions))
     else:
         plain: dict[str, type[PackedBatch]] = {"preference": PreferenceBatch, "value": ValueBatch}
@@ -435,6 +473,14 @@ def decode(
         rng=others.pop("rng", None),
         extras={name.removeprefix("extras/"): tensor for name, tensor in others.items()},
     )
+
+
+def _bits(column: bytearray, layout: _Layout) -> tuple[Array, bool]:
+    """A column of bits, a bit for each real token, as [T] bool; and whether its unused bits are 0."""
+    bits = np.unpackbits(np.frombuffer(column, dtype=np.uint8), bitorder="little")
+    values = np.zeros(layout.slots, dtype=np.bool_)
+    values[: layout.used] = bits[: layout.used]
+    return values, not bits[layout.used :].any()
 
 
 def _widen(kept: Array, spread: str, mask: Array, counts: Array) -> Array:

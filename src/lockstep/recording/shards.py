@@ -130,7 +130,7 @@ class Shard:
             )
         for name, size in sizes.items():
             span = self.file.tensors[name]
-            dtypes = tuple(_IDS) if name == "token_ids" else ("U8",) if name == "loss_mask" else ("F32",)
+            dtypes = {"token_ids": tuple(_IDS), "loss_mask": ("U8",), "current": ("U8",)}.get(name, ("F32",))
             if span.dtype not in dtypes or span.shape != (size,):
                 raise self._broken(
                     f"tensor {name!r} is {span.dtype} of shape {list(span.shape)}, but the inputs' "

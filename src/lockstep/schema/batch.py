@@ -359,6 +359,9 @@ class PackedBatch:
     sample_ids: tuple[int, ...]
     """TrainSample.sample_id of each real document, in order; shorter than `lengths` by the number of pad
     documents."""
+    step_tokens: int | None = None
+    """Tokens of all micro-batches of the optimizer step: router losses of a micro-batch count by its share.
+    None: those of the batches that a train backend gets in one call."""
     shared: SharedRows | PlannedRows | None = None
     """Derived from the other fields (lockstep.packing.share) for train.layout = "shared". None: not yet
     derived, or every slot is computed."""
@@ -425,11 +428,11 @@ class PolicyBatch(PackedBatch):
     ref_logprobs: Tensor | None = None
     """[T] float32, nats, from the frozen reference. None if the algorithm has no KL term."""
     current: Tensor | None = None
-    """[T] bool, PolicySample.current. It is not recorded."""
+    """[T] bool, PolicySample.current."""
     trajectories: Tensor | None = None
     """[T] int64, the number of the trajectory, counted from 1, at documents that are parts of one; 0
     elsewhere. Parts that follow one another are one sequence for ratios and masks of a whole sequence. None:
-    no document is a part. It is not recorded."""
+    no document is a part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,6 +150,9 @@ class RecordingHeader:
     contract: Mapping[str, Any] | None = None
     """The kernel contract of a batch-invariant policy (lockstep.schema.contract.KernelContract.as_json);
     None: it was not batch-invariant."""
+    router_losses: Mapping[str, float] = field(default_factory=dict)
+    """The settings train.router_aux_loss and train.router_z_loss by name, those above 0, of a policy with
+    experts: their losses are part of RecordedOutputs.loss."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Free: how the recording was made."""
 

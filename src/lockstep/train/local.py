@@ -35,6 +35,7 @@ from lockstep.train.loss_module import (
 )
 from lockstep.train.memory import advice
 from lockstep.train.optimizer import GradientStore, global_norm, make_optimizer, trained_parameters
+from lockstep.train.routing import step_shares
 from lockstep.train.state.files import MASTER, MODEL, Layout, LiveTensors, model_tensors
 
 
@@ -139,15 +140,14 @@ class LocalBackend(MasterBackend):
         # gradient.
         self._gradients.expect(sum(len(b.sample_ids) if self._by_sample else 1 for b in batches))
         outputs = []
-        tokens = sum(batch.num_tokens for batch in batches)
         # Train mode only in here: scoring and the LoRA reference use the same module, and must not drop out.
         self.module.train()
         try:
             with self._on_device("weights"), self._counting():
-                for index, batch in enumerate(batches):
+                for index, (batch, share) in enumerate(zip(batches, step_shares(batches), strict=True)):
                     with self._memory_errors_explained(index, batch, count=len(batches)):
                         flight.note_micro_batch(index, batch.lengths)
-                        outputs.append(self._backward(batch, loss, tokens))
+                        outputs.append(self._backward(batch, loss, share=share))
         finally:
             self.module.eval()
         return step_stats(outputs)
@@ -156,19 +156,21 @@ class LocalBackend(MasterBackend):
         """The same: there is one rank."""
         return self.forward_backward(batches, loss)
 
-    def _backward(self, batch: PackedBatch, loss: TokenLoss, step_tokens: int) -> MicroBatchOutput:
-        """Forward, loss and backward of one micro-batch, at once or sample by sample."""
+    def _backward(self, batch: PackedBatch, loss: TokenLoss, *, share: float) -> MicroBatchOutput:
+        """Forward, loss and backward of one micro-batch, at once or sample by sample; share: see
+        `step_shares`."""
         if not self._by_sample:
-            return self._backward_at_once(batch, loss, step_tokens)
+            return self._backward_at_once(batch, loss, share=share)
         whole = not loss.separable
         parts = single_samples(batch, static=self._static, whole=whole)
-        ones = [self._backward_at_once(one, loss, step_tokens) for one in parts]
+        each = share / batch.num_tokens
+        ones = [self._backward_at_once(one, loss, share=each * one.num_tokens) for one in parts]
         return MicroBatchOutput(
             loss=torch.stack([one.loss for one in ones]).sum(),
             tokens=merge_samples([one.tokens for one in ones], batch, whole=whole),
         )
 
-    def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss, step_tokens: int) -> MicroBatchOutput:
+    def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss, *, share: float) -> MicroBatchOutput:
         batch = batch.with_rows()
         rows, labels = head_rows(batch, static=self._static_head, device=self.device)
         moved = batch.to(self.device)
@@ -176,7 +178,7 @@ class LocalBackend(MasterBackend):
             zeros = torch.zeros(2 + len(loss.terms), batch.num_slots, device=self.device)
             return MicroBatchOutput(loss=zeros.sum(), tokens=zeros)
         with self.spans("forward"):
-            value: Tensor = self._outer(moved, rows, labels, loss, share=batch.num_tokens / step_tokens)
+            value: Tensor = self._outer(moved, rows, labels, loss, share=share)
         with self.spans("backward"):
             value.backward()
         tokens = self._outer.tokens

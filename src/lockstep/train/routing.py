@@ -116,6 +116,12 @@ class Routing:
         return {f"experts/{name}": value for name, value in found.items()}
 
 
+def step_shares(batches: Sequence[PackedBatch]) -> list[float]:
+    """Return the tokens of each micro-batch, as a share of the optimizer step's."""
+    every = sum(batch.num_tokens for batch in batches)
+    return [batch.num_tokens / (batch.step_tokens or every) for batch in batches]
+
+
 def routing_of(module: nn.Module, config: TrainConfig) -> Routing | None:
     """Return the Routing of a policy; None: it has no experts."""
     return Routing(module, config) if any(True for _ in routers(module)) else None

@@ -79,6 +79,8 @@ def _document(recorded: RecordedInput, number: int, style: Style) -> Iterator[st
         parts.append(f"advantage {_span(batch.split(batch.advantages)[number][mask])}")
         if batch.policy_versions:
             parts.append(f"policy version {batch.policy_versions[number]}")
+        if batch.trajectories is not None and (part_of := int(batch.split(batch.trajectories)[number][0])):
+            parts.append(f"part of trajectory {part_of - 1}")
     if meta.documents:
         parts += [f"{printable(str(k))} {printable(str(v))}" for k, v in meta.documents[number].items()]
     yield f"document {number} (sample {batch.sample_ids[number]}): {', '.join(parts)}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep import invariant
 from lockstep.config.model import ModelConfig
-from lockstep.errors import RecordingError
+from lockstep.errors import ConfigError, RecordingError
 from lockstep.execution import joint_of
 from lockstep.models.architectures import max_positions, text_config
 from lockstep.models.dtypes import DTYPES
@@ -369,6 +369,14 @@ class Policy:
         tokens = self.recording.header.capacity.get("token_budget") or 4096
         train = train_config(cell, static_capacity=self._bucketing.static, token_budget=max(1, int(tokens)))
         model = dataclasses.replace(self.model, dtype=self._cell_dtype)
+        if self.options.loss == "recorded" and (router_losses := self.recording.header.router_losses):
+            if cell.deepspeed:
+                raise ConfigError(
+                    "unsupported-combination: the recorded loss has router losses "
+                    f"({', '.join(router_losses)}), which DeepSpeed's backend does not compute; replay "
+                    "without --zero-stage and --deepcompile, or choose --loss logprob-sum"
+                )
+            train = train.model_copy(update=dict(router_losses))
         if cell.deepspeed:
             train = train.model_copy(update={"zero_stage": 1 if cell.zero_stage is None else cell.zero_stage})
         kind: Any = BACKENDS.load("deepspeed" if cell.deepspeed else "local")

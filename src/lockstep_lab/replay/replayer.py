@@ -220,14 +220,15 @@ class Replayer:
 
     def _compute(self, batch: PackedBatch) -> tuple[Tensor | None, Tensor]:
         """Return (loss, logprobs [T]). Forward only: the loss of a policy that has not moved, or None if the
-        loss needs the entropy."""
+        loss needs the entropy or has router losses."""
         backend = self.policy.backend
         if self.options.backward:
             stats = backend.forward_backward([batch], self.loss)
             return stats.losses[0], stats.logprobs[0]
         with self._spans("forward"):
             logprobs = backend.logprobs([batch])[0]
-        if self.loss.entropy_grad or not bool(batch.loss_mask.any()):
+        has_more = self.options.loss == "recorded" and self.recording.header.router_losses
+        if self.loss.entropy_grad or has_more or not bool(batch.loss_mask.any()):
             return None, logprobs
         moved = batch.to(logprobs.device)
         every = slice(0, batch.num_slots)

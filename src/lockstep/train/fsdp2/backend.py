@@ -58,7 +58,7 @@ from lockstep.train.optimizer import (
     make_optimizer,
     trained_parameters,
 )
-from lockstep.train.routing import Routing
+from lockstep.train.routing import Routing, step_shares
 from lockstep.train.state.files import MASTER, MODEL, Layout, Reader, TensorMeta
 
 _NCCL_ROOM = 2 << 30
@@ -198,8 +198,7 @@ class FSDP2Backend(MasterBackend):
 
     def _accumulate(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         outputs: dict[int, MicroBatchOutput] = {}
-        assigned = self._assigned(batches)
-        tokens = sum(batch.num_tokens for batch in batches)
+        assigned, shares = self._assigned(batches), step_shares(batches)
         root = self._policy.outer
         root.train()
         try:
@@ -208,8 +207,8 @@ class FSDP2Backend(MasterBackend):
                     self._policy.last_backward(position == len(assigned) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
                         flight.note_micro_batch(index, batch.lengths)
-                        counted = 0 if index is None else batch.num_tokens
-                        one = self._backward(batch, loss, share=counted / tokens)
+                        share = 0.0 if index is None else shares[index]
+                        one = self._backward(batch, loss, share=share)
                     if index is not None and self._shares_results:
                         outputs[index] = one
         finally:
@@ -247,8 +246,8 @@ class FSDP2Backend(MasterBackend):
         return mine, labels, RingPart(ring=ring, local=local, every=every)
 
     def _backward(self, batch: PackedBatch, loss: TokenLoss, *, share: float) -> MicroBatchOutput:
-        """Forward, loss and backward of one micro-batch, or of this rank's part of it; share: its tokens, of
-        the step's."""
+        """Forward, loss and backward of one micro-batch, or of this rank's part of it; share: see
+        `step_shares`."""
         batch = batch.with_rows()
         rows, labels, part = self._rows(batch)
         moved = batch.to(self.device)
