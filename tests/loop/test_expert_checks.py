@@ -42,6 +42,14 @@ def test_what_the_parity_tests_cover_is_let_through(settings):
     check_experts(load_run("tiny", overrides=MOE | settings), None)
 
 
+def test_samples_are_not_balanced_one_by_one():
+    one_by_one = MOE | {"train.accumulate": "sample", "train.router_z_loss": 0.1}
+    check_experts(load_run("tiny", overrides=one_by_one), None)
+    run = load_run("tiny", overrides=one_by_one | {"train.router_aux_loss": 0.1})
+    with raises(ConfigError, "unsupported-combination: train.router_aux_loss, train.accumulate"):
+        check_experts(run, None)
+
+
 @pytest.mark.parametrize("name", ["router_aux_loss", "router_z_loss", "route_changes_every"])
 def test_a_router_loss_without_routers_is_refused(name):
     run = load_run("tiny", overrides={"model.name": "shape:tiny-llama", f"train.{name}": 2})

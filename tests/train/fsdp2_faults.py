@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from fsdp2_tools import (
     another,
+    apart,
     compare_steps,
     difference,
     equal_tensors,
     fixtures,
     folder,
+    gradient_error,
     load,
     micro_batches,
     pair,
@@ -189,6 +191,22 @@ def check_nothing_to_train() -> Any:
         backend.save(Path("/nowhere"))
     assert caught.value.code == "wrong-state"
     return {}
+
+
+def check_routers_without_trained_tokens() -> Any:
+    """Router losses are of all tokens: with trained tokens in one micro-batch of three, and in none."""
+    local, backend = pair(shape="tiny-qwen3-moe", router_aux_loss=0.1, router_z_loss=0.01)
+    first, *others = micro_batches(0)
+    worst, loss = {}, fixtures.NegativeLogprob()
+    for name, batches in (("one", [first, *map(empty_batch, others)]), ("none", [*map(empty_batch, others)])):
+        expected, found = local.forward_backward(batches, loss), backend.forward_backward(batches, loss)
+        worst[f"{name}: loss"] = apart(found.losses, expected.losses)
+        worst[f"{name}: gradient"] = gradient_error(backend.gradients(), local.gradients())
+        theirs, ours = local.optimizer_step(), backend.optimizer_step()
+        assert theirs.keys() == ours.keys() and theirs["experts/aux_loss"] > 0
+        worst[f"{name}: metrics"] = max(abs(ours[key] - value) for key, value in theirs.items())
+    assert all(error < 1e-4 for error in worst.values()), worst
+    return worst
 
 
 class Recorded:

@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
+from lockstep.errors import TrainError
 from lockstep.execution import compile_blocks, decoder_layers
 from lockstep.invariant.experts import routers
 from lockstep.models.forward import hidden_states
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.packing import share
+from lockstep.packing import empty_batch, share
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.local import LocalBackend
 
@@ -91,6 +93,36 @@ def test_micro_batches_count_by_their_tokens(documents, batch_of, loss):
     assert apart({name: found[name] - plain[name] for name in wanted}, wanted) < 2e-5
     aux = sum(part[1] * share for part, share in parts)
     assert backend.optimizer_step()["experts/aux_loss"] == pytest.approx(aux, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", ["pack", "sample"])
+def test_tokens_that_are_not_trained_on_count(documents, batch_of, loss, accumulate):
+    """Also in a micro-batch without others, and in a step of these alone."""
+    first = batch_of(documents(1, seed=1), weight=1 / 50)
+    second = empty_batch(batch_of(documents(1, seed=2), weight=1 / 50, first_id=1))
+    tokens = first.num_tokens + second.num_tokens
+    aux = Z if accumulate == "pack" else 0.0  # see check_experts
+    settings = {"router_aux_loss": aux, "router_z_loss": Z, "accumulate": accumulate}
+    plain, _, counting = step([first, second], loss, accumulate=accumulate)
+    alone, _, _ = step([first], loss)
+    assert apart(plain, alone) < 1e-6
+    found, stats, backend = step([first, second], loss, **settings)
+    of_second, _, _ = step([second], loss, **settings)
+    of_first, _, _ = step([first], loss, **settings)
+    wanted = {
+        name: plain[name]
+        + (of_second[name] * second.num_tokens + (of_first[name] - alone[name]) * first.num_tokens) / tokens
+        for name in of_second
+    }
+    assert apart(found, wanted) < 1e-5 and float(stats.losses[1]) > 0.0
+    assert not bool(stats.logprobs[1].any())
+    assert backend.optimizer_step()["experts/z_loss"] > 0.0
+    # Without router losses its routes are still counted, and there is no gradient.
+    assert counting._routing()._tokens == tokens * 2 * 2
+    nothing, stats, backend = step([second], loss, accumulate=accumulate)
+    assert nothing == {} and float(stats.losses[0]) == 0.0
+    with raises(TrainError, "no-gradients"):
+        backend.optimizer_step()
 
 
 def test_loads_of_a_step(documents, batch_of, loss):

@@ -121,8 +121,8 @@ class TrainConfig(Config):
     """Maximum L2 norm of the gradient; a larger gradient is scaled down to this norm."""
     router_aux_loss: NonNegativeFloat = 0.0
     """Models with experts: coefficient of the load-balancing loss of Switch Transformer (arXiv 2101.03961) as
-    transformers has it, over the tokens of a micro-batch and all layers. Micro-batches count by their tokens.
-    transformers' default is 0.001."""
+    transformers has it, over all layers and all tokens of a micro-batch, also those that are not trained on.
+    Micro-batches count by their tokens. transformers' default is 0.001."""
     router_z_loss: NonNegativeFloat = 0.0
     """Models with experts: coefficient of ST-MoE's router z-loss (arXiv 2202.08906, there 0.001), the mean of
     the squared logsumexp of the router's logits."""

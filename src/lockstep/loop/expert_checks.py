@@ -47,3 +47,9 @@ def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
                 f"unsupported-combination: {name} = {value!r} with a model with experts "
                 f"({config.model_type}): no parity test covers the two; set {name} = {fix}"
             )
+    if train.router_aux_loss and train.accumulate == "sample":
+        raise ConfigError(
+            f"unsupported-combination: train.router_aux_loss = {train.router_aux_loss} with train.accumulate "
+            "= 'sample': the loss is of the loads of a whole micro-batch, whose samples would then be "
+            "balanced one by one; set train.accumulate = 'pack', or train.router_aux_loss = 0"
+        )

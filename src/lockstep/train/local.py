@@ -173,14 +173,18 @@ class LocalBackend(MasterBackend):
     def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss, *, share: float) -> MicroBatchOutput:
         batch = batch.with_rows()
         rows, labels = head_rows(batch, static=self._static_head, device=self.device)
-        moved = batch.to(self.device)
-        if labels.numel() == 0:  # nothing to train on, and no graph to go back through
+        routing = self._routing()
+        trains = labels.numel() > 0 or (routing is not None and routing.has_losses)
+        if not trains and routing is None:
             zeros = torch.zeros(2 + len(loss.terms), batch.num_slots, device=self.device)
             return MicroBatchOutput(loss=zeros.sum(), tokens=zeros)
-        with self.spans("forward"):
+        moved = batch.to(self.device)
+        # Without a gradient only the routes are counted.
+        with self.spans("forward"), torch.set_grad_enabled(trains):
             value: Tensor = self._outer(moved, rows, labels, loss, share=share)
-        with self.spans("backward"):
-            value.backward()
+        if trains:
+            with self.spans("backward"):
+                value.backward()
         tokens = self._outer.tokens
         assert tokens is not None, "a loss was given"
         return MicroBatchOutput(loss=value.detach(), tokens=scatter(tokens, rows, batch.num_slots))

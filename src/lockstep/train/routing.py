@@ -60,6 +60,12 @@ class Routing:
         for part in self._routers:
             part.watched = True
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether a micro-batch without trained tokens has a gradient too: router losses are of every
+        token."""
+        return bool(self._aux or self._z)
+
     def loss(self, batch: PackedBatch, inputs: DecoderInputs, share: float | None) -> Tensor | None:
         """The losses of the forward that has just run, times their coefficients; None: both are 0.
 
@@ -81,7 +87,7 @@ class Routing:
         if not share:
             return None
         self._count(batch, chosen, times, logits[0].shape[1])
-        if not self._aux and not self._z:
+        if not self.has_losses:
             return None
         both = torch.stack([load_balancing_loss(logits, chosen, times), router_z_loss(logits, times)]) * share
         self._losses = both.detach() if self._losses is None else self._losses + both.detach()

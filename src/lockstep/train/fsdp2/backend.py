@@ -193,7 +193,9 @@ class FSDP2Backend(MasterBackend):
         stats = super().forward_backward(batches, loss)
         # From the whole step's masks, not from .grad: every rank must come to the same answer, since the norm
         # is a collective.
-        self._has_gradients |= any(self._static_head or bool(batch.loss_mask.any()) for batch in batches)
+        routing = self._routing()
+        everywhere = self._static_head or (routing is not None and routing.has_losses)
+        self._has_gradients |= any(everywhere or bool(batch.loss_mask.any()) for batch in batches)
         return stats
 
     def _accumulate(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
