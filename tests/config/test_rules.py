@@ -14,6 +14,7 @@ from lockstep.config.batch import GenerateConfig, RewardRoleConfig, ScoreConfig
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.engine import EngineConfig, check_engine
 from lockstep.config.environment import EnvironmentConfig
+from lockstep.config.model import LoraConfig
 from lockstep.config.ppo import PPOConfig, PPOKLConfig, PPORun
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
@@ -111,6 +112,7 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             {"name": "m:C", "column": "kind"},
         ],
     ),
+    "model.lora": (LoraConfig, [{"target_parameters": ("experts.down_proj",), "dropout": 0.1}]),
     "record": (RecordConfig, [{"first_step": 3, "last_step": 2}]),
     "reward_model": (RewardRoleConfig, [{"name": "m", "aggregation": "min"}]),
     "rewards": (RewardConfig, [{"name": "math", "secrets": {"key": "env:KEY"}}]),

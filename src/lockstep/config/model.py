@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from lockstep.config.base import Config, Name, PositiveInt, Seed
+from lockstep.config.base import Config, Name, PositiveInt, Seed, check
+from lockstep.config.rules import refuse
 from lockstep.errors import ConfigError, unknown_name
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -17,6 +18,7 @@ _OTHERS = (
     "shared_expert_gate",
 )
 """Those of others (Phi 3, GLM 4, GPT-NeoX, Qwen2-MoE)."""
+EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 ALL_LINEAR = "all-linear"
 AUTO = "auto"
 _ELSEWHERE = f"choose from {', '.join(LINEAR)}, or set {ALL_LINEAR!r} for all of these"
@@ -48,6 +50,27 @@ class LoraConfig(Config):
     """Linear modules of the decoder to adapt: names, ends of paths ("layers.0.self_attn.q_proj"),
     ["all-linear"], or ["auto"]: those of attention and MLP. Embeddings, norms and the head cannot be
     adapted."""
+
+    target_parameters: tuple[str, ...] = ()
+    """Parameters of experts to adapt besides, as in peft: "experts.gate_up_proj", "experts.down_proj", or
+    longer ends of paths. Each expert has an adapter of its own. Needs train.backend = 'local', eager."""
+
+    @field_validator("target_parameters")
+    @classmethod
+    def _check_parameters(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        for target in targets:
+            if not f".{target}".endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                raise ConfigError(
+                    unknown_name("Parameter of experts", target, EXPERT_PARAMETERS),
+                    code="unknown-name",
+                    setting="target_parameters",
+                )
+        return targets
+
+    @check
+    def _check_dropout(self) -> LoraConfig:
+        refuse(self, "model.lora")
+        return self
 
     @field_validator("target_modules")
     @classmethod

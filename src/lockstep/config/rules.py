@@ -187,6 +187,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             at="max_samples",
         ),
     ),
+    "model.lora": (
+        Rule(
+            lambda c: c.target_parameters and c.dropout,
+            "unsupported-combination: dropout = {0.dropout} with target_parameters: peft has no dropout for "
+            "adapters of Parameters; set dropout = 0",
+        ),
+    ),
     "record": (
         Rule(
             lambda c: c.last_step is not None and c.last_step < c.first_step,

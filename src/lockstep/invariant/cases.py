@@ -272,29 +272,25 @@ def _route_case(part: experts.InvariantRouter, make: Inputs) -> Case:
     )
 
 
-def product_name(part: experts.InvariantExperts, kind: str) -> str:
-    """Name of the experts' product `kind`, one of experts.PRODUCTS, in the verdicts."""
-    num_experts, outputs, inputs = _product_size(part, kind)
-    bias = "" if getattr(part, f"{kind}_bias", None) is None else " with bias"
-    return f"experts {num_experts}x{outputs}x{inputs}{bias}{' inputs first' * part.inputs_first}"
-
-
-def _product_size(part: experts.InvariantExperts, kind: str) -> tuple[int, int, int]:
-    num_experts, outputs, inputs = getattr(part, kind).shape
-    return (num_experts, inputs, outputs) if part.inputs_first else (num_experts, outputs, inputs)
+def product_name(product: experts.Product) -> str:
+    """Name of a product of experts in the verdicts."""
+    bias = " with bias" if product.has_bias else ""
+    sizes = f"{product.num_experts}x{product.outputs}x{product.inputs}"
+    return f"experts {sizes}{bias}{' inputs first' * product.inputs_first}"
 
 
 def _experts_cases(part: Any, make: Inputs) -> Iterator[Case]:
-    for kind in experts.PRODUCTS:
-        yield _product_case(part, kind, make)
-    width = _product_size(part, "down_proj")[2]
-    yield _act_case(part, width, make, of="experts")
-    yield _combine_case(_product_size(part, "down_proj")[1], make)
+    products = part.products
+    for product in products.values():
+        yield _product_case(product, make)
+    down = products["down_proj"]
+    yield _act_case(part, down.inputs, make, of="experts")
+    yield _combine_case(down.outputs, make)
 
 
-def _product_case(part: experts.InvariantExperts, kind: str, make: Inputs) -> Case:
-    num_experts, wide, narrow = _product_size(part, kind)
-    on_gpu, first = make.device.type == "cuda", part.inputs_first
+def _product_case(product: experts.Product, make: Inputs) -> Case:
+    num_experts, wide, narrow = product.num_experts, product.outputs, product.inputs
+    on_gpu, first = make.device.type == "cuda", product.inputs_first
     num_experts = num_experts if on_gpu else min(num_experts, _FEW_EXPERTS)
 
     def inputs() -> tuple[Tensor, ...]:
@@ -306,7 +302,7 @@ def _product_case(part: experts.InvariantExperts, kind: str, make: Inputs) -> Ca
     def choices(given: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
         size = (num_experts, narrow, wide) if first else (num_experts, wide, narrow)
         weight = make.normal(*size, std=narrow**-0.5)
-        bias = None if getattr(part, f"{kind}_bias", None) is None else make.normal(num_experts, wide)
+        bias = make.normal(num_experts, wide) if product.has_bias else None
 
         def op(x: Tensor, chosen: Tensor, tiles: tuple[int, ...] = ()) -> Tensor:
             order, inverse, ends = expert_ops.by_expert(chosen[:, None], num_experts)
@@ -321,7 +317,7 @@ def _product_case(part: experts.InvariantExperts, kind: str, make: Inputs) -> Ca
         for tiles in (equal_tiles(given[0], matrix, None), (16,), (8,), (1,)):
             yield tiles_name(tiles), lambda x, chosen, tiles=tiles: op(x, chosen, tiles)
 
-    return Case(name=product_name(part, kind), inputs=inputs, choices=choices)
+    return Case(name=product_name(product), inputs=inputs, choices=choices)
 
 
 def _act_case(part: Any, width: int, make: Inputs, *, of: str) -> Case:

@@ -172,7 +172,7 @@ def _expert_plans(module: nn.Module, *, cuda: bool) -> list[str]:
     found = [part for part in module.modules() if isinstance(part, experts.InvariantExperts)]
     if cuda:
         return ["grouped_mm"] if found else []
-    tiles = {tiles for part in found for tiles in part.tiles}
+    tiles = {tiles for part in found for tiles in part.tiles.values()}
     return [f"experts cpu-tiles-{'-'.join(map(str, sizes))}" for sizes in tiles]
 
 
@@ -183,10 +183,14 @@ def _plan(part: InvariantLinear, *, cuda: bool) -> str:
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, except those that a converted MLP calls through its op (its activation), and the
-    containers of embeddings' adapters."""
+    """All modules, except those that a converted MLP calls through its op (its activation), the containers
+    of embeddings' adapters, and what is in those of experts."""
+    adapters = [part for part in module.modules() if isinstance(part, experts.ExpertAdapters)]
+    inside = {id(p) for part in adapters for kind in (part.lora_A, part.lora_B) for p in kind.modules()}
     for name, part in module.named_modules():
-        if not name.endswith((".act_fn", ".activation_fn", ".lora_embedding_A", ".lora_embedding_B")):
+        if id(part) not in inside and not name.endswith(
+            (".act_fn", ".activation_fn", ".lora_embedding_A", ".lora_embedding_B")
+        ):
             yield name, part
 
 
@@ -202,6 +206,8 @@ def _kind(name: str, part: nn.Module) -> str | None:
         if type(part) is not nn.Linear:
             raise _refused(name, part, "this kind of linear layer is not supported")
         return "linear"
+    if isinstance(part, experts.ExpertAdapters):
+        return None
     if hasattr(part, "lora_A"):
         _check_adapters(name, part)
         return "adapted linear"

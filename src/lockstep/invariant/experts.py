@@ -11,7 +11,9 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -105,6 +107,17 @@ class InvariantRouter(Invariant, Router):
         return out
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """The sizes of one grouped product of experts."""
+
+    num_experts: int
+    outputs: int
+    inputs: int
+    has_bias: bool = False
+    inputs_first: bool = False
+
+
 class Experts:
     """The weighted sum of a token's experts, [T, C] of rows [T, C], experts and weights [T, k]."""
 
@@ -114,8 +127,10 @@ class Experts:
     inputs_first: bool
     """Layout of the weights: [E, K, N] instead of [E, N, K]."""
     activation: str
-    tiles: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Row counts of products on the CPU: of gate_up_proj, and of down_proj."""
+    tiles: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """Row counts of products on the CPU, by name in `products`; without one, one product for each expert."""
+    adapters: Mapping[str, ExpertAdapters] = MappingProxyType({})
+    """By name of the Parameter that each is beside; the modules are around this one."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         order, inverse, ends = by_expert(top_k_index, self.num_experts)
@@ -126,10 +141,38 @@ class Experts:
         return out
 
     def _product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
-        bias = getattr(self, f"{name}_bias", None)
-        tiles = self.tiles[0 if name == PRODUCTS[0] else 1]
+        bias, tiles = getattr(self, f"{name}_bias", None), self.tiles.get(name, ())
         out: Tensor = grouped_linear(rows, getattr(self, name), bias, ends, self.inputs_first, tiles)
-        return out
+        adapter = self.adapters.get(name)
+        if adapter is None or adapter.disable_adapters:
+            return out
+        a, b, scaling = adapter.factors()
+        for kind, weight in (("A", a), ("B", b)):
+            rows = grouped_linear(rows, weight, None, ends, False, self.tiles.get(f"{name}.lora_{kind}", ()))
+        return out + rows * scaling
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """Sizes of the grouped products, those of adapters included."""
+        found: dict[str, Product] = {}
+        for name in PRODUCTS:
+            num_experts, outputs, inputs = getattr(self, name).shape
+            if self.inputs_first:
+                outputs, inputs = inputs, outputs
+            found[name] = Product(
+                num_experts=num_experts,
+                outputs=outputs,
+                inputs=inputs,
+                has_bias=getattr(self, f"{name}_bias", None) is not None,
+                inputs_first=self.inputs_first,
+            )
+            if (adapter := self.adapters.get(name)) is not None:
+                for kind, weight in zip("AB", adapter.factors()[:2], strict=True):
+                    _, outputs, inputs = weight.shape
+                    found[f"{name}.lora_{kind}"] = Product(
+                        num_experts=num_experts, outputs=outputs, inputs=inputs
+                    )
+        return found
 
     def act(self, gate_up: Tensor) -> Tensor:
         """[R, N] of gate and up, [R, 2 N]."""
@@ -147,6 +190,32 @@ class Experts:
 
 class InvariantExperts(Invariant, Experts):
     """Experts of row-invariant products."""
+
+
+class ExpertAdapters:
+    """The module that peft puts around experts for low-rank adapters of one of their Parameters (a
+    ParamWrapper, around another one if both have them). peft's own forward adds B A to the weights of all
+    experts; here experts multiply with A and B."""
+
+    parameter_name: str
+    num_experts: int
+    disable_adapters: bool
+    lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+    scaling: dict[str, float]
+    base_layer: nn.Module
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.base_layer(*inputs)  # type: ignore[no-any-return]
+
+    def factors(self) -> tuple[Tensor, Tensor, float]:
+        """A [E, r, K] and B [E, N, r], and alpha / rank. peft stores A as [E r, K] and B as [N, r E]."""
+        ((name, a),) = self.lora_A.items()
+        left: Any = a.weight
+        right: Any = self.lora_B[name].weight
+        down = left.view(self.num_experts, -1, left.shape[1])
+        up = right.view(right.shape[0], -1, self.num_experts).permute(2, 0, 1).contiguous()
+        return down, up, self.scaling[name]
 
 
 class InvariantSharedBlock(Invariant):
@@ -192,6 +261,19 @@ def install(module: nn.Module) -> int:
     return blocks
 
 
+def install_adapters(module: nn.Module) -> None:
+    """Swap the adapters that peft has put around installed experts, in place. Idempotent."""
+    for part in module.modules():
+        if hasattr(part, "parameter_name") and hasattr(part, "lora_A"):
+            wrapper: Any = part
+            base: Any = wrapper.get_base_layer()
+            if isinstance(base, Experts):
+                if not isinstance(part, ExpertAdapters):
+                    swap(part, ExpertAdapters)
+                # Not registered as modules of the experts, which they are around.
+                base.adapters = {**base.adapters, wrapper.parameter_name: wrapper}
+
+
 def _install_router(part: Any, routing: TopRouter) -> None:
     normalise = bool(part.norm_topk_prob) if routing.normalise is None else routing.normalise
     swap(part, Router, routing=routing, normalise=normalise)
@@ -213,7 +295,7 @@ def swap_router(part: Any) -> None:
 
 def swap_experts(part: Any) -> None:
     """Make installed experts row-invariant, as `swap_router`."""
-    swap(part, InvariantExperts, tiles=(TILES, TILES))
+    swap(part, InvariantExperts, tiles=dict.fromkeys(part.products, TILES))
 
 
 def swap_shared_block(part: Any) -> None:

@@ -246,9 +246,8 @@ def self_test(
         if isinstance(other, experts.InvariantRouter):
             apply_tiles(other, verdicts[router_name(other)].choice)
         elif isinstance(other, experts.InvariantExperts):
-            names = [product_name(other, kind) for kind in experts.PRODUCTS]
-            up, down = (tiles_of(verdicts[name].choice) for name in names)
-            other.tiles = (up, down)
+            products = other.products.items()
+            other.tiles = {k: tiles_of(verdicts[product_name(product)].choice) for k, product in products}
     store.save()
     return verdicts
 

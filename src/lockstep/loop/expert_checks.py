@@ -47,9 +47,23 @@ def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
                 f"unsupported-combination: {name} = {value!r} with a model with experts "
                 f"({config.model_type}): no parity test covers the two; set {name} = {fix}"
             )
+    _check_adapters(run)
     if train.router_aux_loss and train.accumulate == "sample":
         raise ConfigError(
             f"unsupported-combination: train.router_aux_loss = {train.router_aux_loss} with train.accumulate "
             "= 'sample': the loss is of the loads of a whole micro-batch, whose samples would then be "
             "balanced one by one; set train.accumulate = 'pack', or train.router_aux_loss = 0"
         )
+
+
+def _check_adapters(run: RunConfig) -> None:
+    """Refuse adapters of experts where no parity test covers them."""
+    critic = run.critic
+    adapters = {"model": run.model.lora, "value": None if critic is None else critic.lora}
+    named = [role for role, lora in adapters.items() if lora is not None and lora.target_parameters]
+    for name, fits, fix in (("backend", ("local",), "local"), ("execution", ("auto", "eager"), "eager")):
+        if named and (value := getattr(run.train, name)) not in fits:
+            raise ConfigError(
+                f"unsupported-combination: train.{name} = {value!r} with {named[0]}.lora.target_parameters: "
+                f"no parity test covers the two; set train.{name} = {fix!r}"
+            )

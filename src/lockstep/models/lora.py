@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.common_errors import missing_package
 from lockstep.config.model import ALL_LINEAR, AUTO, LoraConfig
 from lockstep.errors import ConfigError
-from lockstep.invariant.experts import Experts, Router
+from lockstep.invariant.experts import ExpertAdapters, Experts, Router, install_adapters
 from lockstep.models.architectures import architecture_of, causal_lm, text_config
 from lockstep.models.heads import scalar_head
 from lockstep.models.source import WeightSource
@@ -49,8 +49,10 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only multiplies by it
         lora_dropout=config.dropout,
         target_modules=list(targets),
+        target_parameters=list(config.target_parameters) or None,
         bias="none",
     )
+    _check_parameters(module, config)
     device = next(module.parameters()).device
     # A's random start must depend on the seed alone, and must not move the caller's generator.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -58,6 +60,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
         # Not get_peft_model: its wrapper is another class with another state dict, and code that looks
         # for a transformers model would find peft's.
         peft.inject_adapter_in_model(adapter, module, adapter_name=_ADAPTER)
+    install_adapters(module)
     if (scores := scalar_head(module)) is not None:  # a fresh one has everything to learn
         scores.requires_grad_(True)
 
@@ -91,9 +94,31 @@ def check_targets(module: nn.Module, targets: Sequence[str]) -> None:
             if not isinstance(part, nn.Linear) or path.rpartition(".")[2] not in linear:
                 raise _unfit(target, f"is a {type(part).__name__}", linear)
         if target.rpartition(".")[2] in _expert_names(module):
-            raise _unfit(target, "is a Parameter of experts, which have no adapters", linear)
+            raise _unfit(target, "is of experts: name it in model.lora.target_parameters", linear)
         if not found:
             raise _unfit(target, "is not a module of this model", linear)
+
+
+def _check_parameters(module: nn.Module, config: LoraConfig) -> None:
+    """Check config.target_parameters, of which peft ignores those that it does not find.
+
+    Raises:
+        ConfigError: the model has no experts with such a Parameter, or a GPU's kernel does not take the rank.
+    """
+    names = [name for name, parameter in module.named_parameters() if parameter.ndim == 3]
+    for target in config.target_parameters:
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            known = sorted({".".join(name.split(".")[-2:]) for name in names if ".experts." in name})
+            raise ConfigError(
+                f"unknown-name: model.lora.target_parameters: {target!r} is no Parameter of this model's "
+                f"experts; it has {', '.join(known) or 'none'}"
+            )
+    first = next(module.parameters())
+    if config.target_parameters and first.is_cuda and config.rank * first.element_size() % 16:
+        raise ConfigError(
+            f"not-divisible: model.lora.rank = {config.rank}: torch's grouped_mm needs rows of a multiple of "
+            f"16 bytes; set model.lora.rank to a multiple of {16 // first.element_size()}"
+        )
 
 
 def _expert_names(module: nn.Module) -> set[str]:
@@ -123,6 +148,11 @@ def add_lora_without_weights(
     Raises:
         ConfigError: see `add_lora`.
     """
+    if config.target_parameters:
+        raise ConfigError(
+            "unsupported-combination: model.lora.target_parameters with a train backend that shards weights: "
+            "no parity test covers the two; set train.backend = 'local', or leave target_parameters out"
+        )
     own = {part: part.weight for part in module.modules() if isinstance(part, nn.Linear)}
     for part, weight in own.items():  # peft makes an adapter beside the weight; these have no memory
         # A tensor of one element, expanded: the shape, dtype and device that peft reads, without the memory.
@@ -165,7 +195,9 @@ class _AdaptedSource:
 
 def base_name(name: str) -> str:
     """Return the name that a weight has in a module without LoRA layers."""
-    return name.replace(_BASE, ".")
+    while _BASE in name:  # experts with two adapted Parameters have two
+        name = name.replace(_BASE, ".")
+    return name
 
 
 def is_adapter(name: str) -> bool:
@@ -199,6 +231,7 @@ def copy_structure(source: nn.Module, target: nn.Module) -> None:
 
         configs = cast(dict[str, peft.PeftConfig], source.peft_config)
         peft.inject_adapter_in_model(copy.deepcopy(configs[_ADAPTER]), target, adapter_name=_ADAPTER)
+        install_adapters(target)
 
 
 @contextlib.contextmanager
@@ -227,6 +260,13 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
         if not is_adapter(name):
             merged[base_name(name)] = tensor
     for path, layer in _lora_layers(module):
+        if isinstance(layer, ExpertAdapters):
+            name = f"{base_name(path + _BASE)}{layer.parameter_name}"
+            a, b, scaling = layer.factors()
+            first = cast(Experts, layer.get_base_layer()).inputs_first
+            pair = (b.transpose(1, 2), a.transpose(1, 2)) if first else (a, b)
+            merged[name] = merged_weight(merged[name], *pair, scaling=scaling)
+            continue
         base = cast(nn.Linear, layer.get_base_layer()).weight
         a, b = (cast(nn.Linear, part[_ADAPTER]).weight for part in (layer.lora_A, layer.lora_B))
         merged[f"{path}.weight"] = merged_weight(base, a, b, scaling=layer.scaling[_ADAPTER])
@@ -237,9 +277,9 @@ def merged_weight(base: Tensor, a: Tensor, b: Tensor, *, scaling: float) -> Tens
     """Return base + scaling * b @ a, computed in float32, in the dtype of base.
 
     Args:
-        base: [outputs, inputs].
-        a: [rank, inputs].
-        b: [outputs, rank].
+        base: [outputs, inputs], of experts [E, outputs, inputs].
+        a: [rank, inputs], or [E, rank, inputs].
+        b: [outputs, rank], or [E, outputs, rank].
     """
     # In float32: updates are small beside the weights, and so are rounded once, at the end.
     return (base.float() + scaling * (b.float() @ a.float())).to(base.dtype)
