@@ -201,20 +201,3 @@ def test_an_engine_that_dies_while_the_trainer_works_is_an_error_and_a_resume_co
     monkeypatch.undo()
     loops.train(load_resumed(tmp_path / "run"), resume=tmp_path / "run")
     check_same(tmp_path / "run", straight)
-
-
-def test_a_token_that_is_lost_after_a_cut_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sample does not reach the border that lengths and slots say."""
-    plain = LocalServerDriver.read
-
-    def read(self: LocalServerDriver, job: Any, reply: Any) -> Any:
-        begun = sum(len(span.token_ids) for span in job.begun)
-        if begun and len(reply["token_ids"]) > begun and reply["finish_reason"] == "abort":
-            reply = dict(reply)
-            for name in ("token_ids", "logprobs"):
-                reply[name] = [*reply[name][:begun], *reply[name][begun + 1 :]]
-        return plain(self, job, reply)
-
-    monkeypatch.setattr(LocalServerDriver, "read", read)
-    with raises(EngineError, "wrong-result: engine native drew"):
-        loops.train(fixed(tmp_path))

@@ -88,6 +88,12 @@ class LogicalClock:
         """Whether no token up to the border is missing."""
         return self.border is not None and self._done == len(self._queue)
 
+    @property
+    def late(self) -> str | None:
+        """The first sample with tokens missing up to the border; None if it is reached, or not known yet."""
+        known = self.border is not None and not self.reached
+        return self._queue[self._done].id if known else None
+
     def limit(self, id: str) -> int:
         """New tokens of a sample up to the border, which was reached."""
         return self._limits.get(id, 0)

@@ -137,11 +137,11 @@ class LocalServerEngine(RemoteEngine):
             slots=border.slots, tokens=border.tokens, queue=list(self._queue_of_slots.values())
         )
         for number, (id, entry) in enumerate(self._queue_of_slots.items()):
-            if not clock.reached or clock.limit(id) != entry.tokens:
+            if id == clock.late or (clock.reached and clock.limit(id) != entry.tokens):
                 raise EngineError(
-                    f"wrong-result: engine {self.name} drew {entry.tokens} tokens of sample {number} up to "
-                    f"the border at logical step {clock.border}, where rollout.schedule = 'fixed' says "
-                    f"{clock.limit(id) if clock.reached else 'that some are missing'}; resume the run"
+                    f"wrong-result: engine {self.name} returned {entry.tokens} new tokens of sample "
+                    f"{number}, {'more' if clock.reached else 'fewer'} than it has up to the border at logical step "
+                    f"{clock.border} (rollout.schedule = 'fixed')"
                 )
 
     def _new_flow(self) -> _Flow:
