@@ -144,7 +144,7 @@ def test_samples_are_cut_off_at_a_border_of_logical_time(served, monkeypatch):
         return plain(job, reply)
 
     monkeypatch.setattr(driver, "read", read)
-    with raises(EngineError, "wrong-result: 1 new tokens of sample 4, fewer"):
+    with raises(EngineError, "wrong-result: 1 new tokens of sample 4: fewer"):
         lengths_under(served, later, asked)
     monkeypatch.undo()
     assert lengths_under(served, None, asked) == [(12, False)] * 6

@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 PRELOADED = (
     "lockstep.loops",
     "lockstep.train.local",
@@ -91,7 +93,15 @@ def follow_steps() -> None:
 
 
 def arm(
-    target: str, *, call: int, send: str, step: int | None = None, of: str | None = None, when: str = "before"
+    target: str,
+    *,
+    call: int,
+    send: str,
+    step: int | None = None,
+    of: str | None = None,
+    when: str = "before",
+    whom: str = "",
+    note: str = "",
 ) -> None:
     """Send the process a signal at one call of `module:Class.method` or `module:function`.
 
@@ -101,6 +111,8 @@ def arm(
             to no step for certain: name its object.
         when: before or after the call; backward: inside the backward pass of the tensor that it returns
             (calls that return one without a graph are not counted).
+        whom: words of the command line of the child process that gets it; empty: the process itself.
+        note: file to which the step is appended when the signal is sent.
     """
     module_name, _, path = target.partition(":")
     owner: Any = importlib.import_module(module_name)
@@ -111,7 +123,14 @@ def arm(
     count = 0
 
     def fire(*_: Any) -> None:
-        os.kill(os.getpid(), getattr(signal, send))
+        if note:
+            with open(note, "a") as file:
+                print(_step, file=file)
+        if not whom:
+            os.kill(os.getpid(), getattr(signal, send))
+        for child in psutil.Process().children(recursive=True):
+            if whom in " ".join(child.cmdline()):
+                child.send_signal(getattr(signal, send))
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -138,10 +138,11 @@ class LocalServerEngine(RemoteEngine):
         )
         for number, (id, entry) in enumerate(self._queue_of_slots.items()):
             if id == clock.late or (clock.reached and clock.limit(id) != entry.tokens):
+                wrong = "more" if clock.reached else "fewer"
                 raise EngineError(
                     f"wrong-result: engine {self.name} returned {entry.tokens} new tokens of sample "
-                    f"{number}, {'more' if clock.reached else 'fewer'} than it has up to the border at logical step "
-                    f"{clock.border} (rollout.schedule = 'fixed')"
+                    f"{number}: {wrong} than it has up to the border of rollout.schedule = 'fixed', at step "
+                    f"{clock.border}"
                 )
 
     def _new_flow(self) -> _Flow:
