@@ -145,6 +145,7 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             LAG | {"engine": {"name": "hf"}},
             FIXED | {"engine": {"name": "native"}},
             FIXED | {"engine": APART},
+            FIXED | {"engine": APART | {"replicas": 2}, "train": {"batch_invariant": True}},
             FIXED | {"engine": APART | {"offload": True}, "train": {"batch_invariant": True}},
             LAG | {"engine": APART, "train": {"deterministic": True}},
             LAG | {"algorithm": CORRECTED | {"dynamic_sampling": True}},

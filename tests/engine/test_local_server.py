@@ -136,6 +136,10 @@ def test_samples_are_cut_off_at_a_border_of_logical_time(served, monkeypatch):
     assert lengths_under(served, later, asked) == [*whole, (2, True), (2, True)]
 
     driver = served.engine._local_server
+    before = driver.load(30.0).progress
+    assert lengths_under(served, Border(seeds=frozenset(), tokens=7, slots=6), asked) == [(2, True)] * 6
+    assert driver.load(30.0).progress - before < 6 * 12  # it stops there
+
     plain = driver.read
 
     def read(job, reply):  # an engine that loses the last token of those that are cut off

@@ -10,6 +10,7 @@ Never runs a backward pass itself: autograd does not survive a fork after one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -129,8 +130,9 @@ def arm(
         if not whom:
             os.kill(os.getpid(), getattr(signal, send))
         for child in psutil.Process().children(recursive=True):
-            if whom in " ".join(child.cmdline()):
-                child.send_signal(getattr(signal, send))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if whom in " ".join(child.cmdline()):
+                    child.send_signal(getattr(signal, send))
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -415,6 +415,11 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "are decoded together depends on memory; set train.batch_invariant = true",
         ),
         Rule(
+            lambda r: r.rollout.schedule == "fixed" and r.engine.replicas > 1,
+            "unsupported-combination: rollout.schedule = 'fixed' with engine.replicas = {0.engine.replicas}: "
+            "the place of a sample in logical time is counted within one engine; set engine.replicas = 1",
+        ),
+        Rule(
             lambda r: r.rollout.schedule == "fixed" and r.engine.offloads,
             "unsupported-combination: rollout.schedule = 'fixed' with engine.offload = true, with which the "
             "engine sleeps while the trainer works; leave one of them out",
