@@ -2,13 +2,13 @@
 
     python benchmarks/kills_fixed.py --runs 25 --json benchmarks/results/kills-fixed.json
 
-rollout.max_lag = 2, schedule = "fixed", an engine in a process of its own. One run is left alone. Each of the
-others gets up to 8 SIGKILLs at points that are drawn with --seed: a call of a function in a step of the
-trainer, at which it kills itself or, with "whom", the engine that samples meanwhile. A run that ended is
-resumed from its last checkpoint, of which there is one after every step; an engine that dies while the
-trainer waits for it is restarted by the run itself. A point whose call does not come is no kill. Compared are
-the bytes of weights, optimizer and generators, the metrics but times, the rollouts and the ledger. The exit
-status is 0 when every run was equal.
+rollout.max_lag = 2, schedule = "fixed", an engine in a process of its own. One run is left alone. Each of
+the others gets up to 8 SIGKILLs at points that are drawn with --seed: a call of a function in a step of the
+trainer, at which it kills itself or, where it says "whom", the engine that samples meanwhile. A run that
+ended is resumed from its last checkpoint, of which there is one after every step; an engine that dies while
+the trainer waits for it is restarted by the run itself. A point whose call does not come is no kill.
+Compared are the bytes of weights, optimizer and generators, the metrics but times, the rollouts and the
+ledger. The exit status is 0 when every run was equal.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from loop_runs import FILE, FORWARD, OPTIMIZER, Commands, everything, kill
 STEPS, KILLS = 10, 8
 ENGINE = "lockstep.engine.local_server.server"
 """In the command line of the engine's process."""
+OF_ENGINE = {"signal": "SIGKILL", "whom": ENGINE}
 RUN = f"""
 kind = "grpo"
 steps = {STEPS}
@@ -100,11 +101,11 @@ OTHERS: tuple[dict[str, Any], ...] = (
     kill("lockstep.loop.checkpoint:CheckpointManager._publish", when="after"),
     kill(FILE, call=5),
     # of the engine
-    kill(POLL, call=2, when="after", whom=ENGINE),
-    kill(FORWARD, whom=ENGINE),
-    kill(OPTIMIZER, whom=ENGINE),
-    kill("lockstep.engine.local_server.engine:LocalServerDriver.begin", when="after", whom=ENGINE),
-    kill("lockstep.rollout.partial:PartialRollouts.commit", when="after", whom=ENGINE),
+    kill(POLL, call=2, when="after", send=OF_ENGINE),
+    kill(FORWARD, send=OF_ENGINE),
+    kill(OPTIMIZER, send=OF_ENGINE),
+    kill("lockstep.engine.local_server.engine:LocalServerDriver.begin", when="after", send=OF_ENGINE),
+    kill("lockstep.rollout.partial:PartialRollouts.commit", when="after", send=OF_ENGINE),
 )
 
 
@@ -170,7 +171,7 @@ def case(
     orders, resumes = points(draw), 0
     while True:
         last = max(map(int, note.read_text().split()), default=0)
-        left = [order | {"note": str(note)} for order in orders if order["step"] > last]
+        left = [noted(order, note) for order in orders if order["step"] > last]
         ended = commands(*argv, cwd=root, signals=left, code=None)
         if not ended.code:
             break
@@ -187,6 +188,12 @@ def case(
         "unequal": [name for name in expected if found[name] != expected[name]],
         "seconds": round(time.monotonic() - began, 1),
     }
+
+
+def noted(order: dict[str, Any], note: Path) -> dict[str, Any]:
+    """The order, noted when it is carried out."""
+    send = order["send"]
+    return order | {"send": ({"signal": send} if isinstance(send, str) else send) | {"note": str(note)}}
 
 
 def outcome(run: Path) -> dict[str, Any]:
