@@ -47,6 +47,8 @@ VLLM = {"name": "vllm", "python": "/env/bin/python"}
 GREEDY = {"sampling": {"temperature": 0.0}}
 CORRECTED = {"rollout_correction": {"kind": "tis"}}
 LAG = {"rollout": {"max_lag": 1}, "algorithm": CORRECTED}
+FIXED = LAG | {"rollout": {"max_lag": 1, "schedule": "fixed"}}
+APART = {"name": "native", "process": "separate"}
 ENDLESS = {"sampling": {"ignore_eos": True}}
 LONGEST = {"min_tokens": 9}
 REMOTE = {"gpus": 1, "dedicated_gpus": True, "colocate": (("policy",), ("value",))}
@@ -117,7 +119,10 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     "reward_model": (RewardRoleConfig, [{"name": "m", "aggregation": "min"}]),
     "rewards": (RewardConfig, [{"name": "math", "secrets": {"key": "env:KEY"}}]),
     "rewards (http)": (RewardConfig, [{"name": "http"}]),
-    "rollout": (RolloutConfig, [{"max_trajectory_tokens": 100}]),
+    "rollout": (
+        RolloutConfig,
+        [{"max_trajectory_tokens": 100}, {"schedule": "fixed"}, {"slots": 8}],
+    ),
     "rollout.sampling": (SamplingConfig, [{"min_tokens": 9, "max_tokens": 8}, {"top_k": 0}]),
     "run": (SFTRun, [{"train": {"min_lr_ratio": 0.1, "schedule": "constant"}}]),
     "run (dpo)": (DPORun, [{"algorithm": {"name": "kto"}, "batch_size": 1}]),
@@ -140,7 +145,11 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
         [
             LAG | {"rewards": (), "environment": {"name": "m:C"}},
             LAG | {"engine": {"name": "hf"}},
-            LAG | {"engine": {"name": "native", "process": "separate"}, "train": {"deterministic": True}},
+            FIXED | {"engine": {"name": "native"}},
+            FIXED | {"engine": APART},
+            FIXED | {"engine": APART | {"replicas": 2}, "train": {"batch_invariant": True}},
+            FIXED | {"engine": APART | {"offload": True}, "train": {"batch_invariant": True}},
+            LAG | {"engine": APART, "train": {"deterministic": True}},
             LAG | {"algorithm": CORRECTED | {"dynamic_sampling": True}},
             {"rollout": {"max_lag": 1}},
             LAG | {"train": {"batch_invariant": True, "reuse_rollout_logprobs": True}},

@@ -22,7 +22,7 @@ from lockstep.engine.build import is_external, make_engine
 from lockstep.engine.local_server.engine import make_server
 from lockstep.engine.remote.http import HttpClient
 from lockstep.errors import ConfigError, EngineError
-from lockstep.schema.rollout import Span
+from lockstep.schema.rollout import Border, Span
 from lockstep.schema.weights import UpdateSession, WeightBucket
 from lockstep.wire.server_token import TOKEN
 
@@ -115,6 +115,51 @@ def test_a_sample_that_an_earlier_request_began_goes_on(served, monkeypatch):
             served.engine.generate([asked])
     monkeypatch.undo()
     assert len(served.engine.generate([asked])[0]) == 2
+
+
+def lengths_under(served, border, asked):
+    """Tokens of each sample, and whether it was cut off, of a stream with a border."""
+    engine = served.engine
+    engine.border = border
+    (found,) = engine.generate([asked])
+    assert engine.border is None  # of this stream alone
+    return [(len(one.token_ids), one.finish_reason == "abort") for one in found]
+
+
+def test_samples_are_cut_off_at_a_border_of_logical_time(served, monkeypatch):
+    """Two slots, 12 tokens in each sample; the step's are those of seeds 0 and 1: E = 12, K = 24 / 2."""
+    asked = request(prompt(4), tuple(range(6)), max_tokens=12, ignore_eos=True)
+    border = Border(seeds=frozenset({0, 1}), tokens=0, slots=2)
+    whole = [(12, False)] * 4
+    assert lengths_under(served, border, asked) == [*whole, (0, True), (0, True)]
+    later = replace(border, tokens=3)  # K = 27 / 2, rounded up
+    assert lengths_under(served, later, asked) == [*whole, (2, True), (2, True)]
+
+    driver = served.engine._local_server
+    before = driver.load(30.0).progress
+    assert lengths_under(served, Border(seeds=frozenset(), tokens=7, slots=6), asked) == [(2, True)] * 6
+    assert driver.load(30.0).progress - before < 6 * 12  # it stops there
+
+    plain = driver.read
+
+    def read(job, reply):  # an engine that loses the last token of those that are cut off
+        if reply["finish_reason"] == "abort":
+            reply = reply | {name: reply[name][:-1] for name in ("token_ids", "logprobs")}
+        return plain(job, reply)
+
+    monkeypatch.setattr(driver, "read", read)
+    with raises(EngineError, "wrong-result: 1 new tokens of sample 4: fewer"):
+        lengths_under(served, later, asked)
+    monkeypatch.undo()
+    assert lengths_under(served, None, asked) == [(12, False)] * 6
+
+
+def test_an_answer_of_an_old_version_is_refused(served, monkeypatch):
+    driver = served.engine._local_server
+    plain = driver.read
+    monkeypatch.setattr(driver, "read", lambda job, reply: plain(job, reply | {"policy_version": 0}))
+    with raises(EngineError, "bad-reply: policy_version 0 is not 1"):
+        served.engine.generate([request(prompt(4))])
 
 
 @pytest.mark.parametrize(

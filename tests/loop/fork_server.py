@@ -10,6 +10,7 @@ Never runs a backward pass itself: autograd does not survive a fork after one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -19,6 +20,8 @@ import signal
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 PRELOADED = (
     "lockstep.loops",
@@ -91,11 +94,19 @@ def follow_steps() -> None:
 
 
 def arm(
-    target: str, *, call: int, send: str, step: int | None = None, of: str | None = None, when: str = "before"
+    target: str,
+    *,
+    call: int,
+    send: str | dict[str, str],
+    step: int | None = None,
+    of: str | None = None,
+    when: str = "before",
 ) -> None:
     """Send the process a signal at one call of `module:Class.method` or `module:function`.
 
     Args:
+        send: the signal; or a table of "signal", "note", a file to which the step is appended when it is
+            sent, and "whom", words of the command line of the child process that gets it instead.
         call: which of its calls, from 1; counted in `step` only, if one is given, and only those of objects
             with an attribute that contains the text `of`, if one is given. A thread in the background belongs
             to no step for certain: name its object.
@@ -109,9 +120,20 @@ def arm(
         owner = getattr(owner, parent)
     original: Callable[..., Any] = getattr(owner, name)
     count = 0
+    order = {"signal": send} if isinstance(send, str) else send
+    number, note, whom = getattr(signal, order["signal"]), order.get("note"), order.get("whom")
 
     def fire(*_: Any) -> None:
-        os.kill(os.getpid(), getattr(signal, send))
+        if note:
+            with open(note, "a") as file:
+                print(_step, file=file)
+        if not whom:
+            os.kill(os.getpid(), number)
+            return
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if whom in " ".join(child.cmdline()):
+                    child.send_signal(number)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

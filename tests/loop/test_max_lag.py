@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from loop_runs import Commands, everything, metrics_of
 from raising import raises
 from sampled import completion
@@ -18,6 +20,7 @@ from lockstep import loops
 from lockstep.config.load import build, dump_toml, load_resumed
 from lockstep.config.run import GRPORun
 from lockstep.engine.native import NativeEngine
+from lockstep.engine.native.engine import Generation
 from lockstep.errors import CheckpointError, EngineError, TrainError
 from lockstep.loop.run import Run
 from lockstep.loop.saved import SavedRollouts
@@ -182,6 +185,42 @@ def test_a_wrong_bit_in_a_token_of_the_present_weights_ends_the_run(
             self.__dict__["_policy_version"] = 4  # tokens of version 3 that say they are of another
 
     monkeypatch.setattr(NativeEngine, "update_weights", update)
+    with raises(TrainError, "values-differ"):
+        loops.train(run_of(tmp_path))
+
+
+def test_keys_that_are_kept_over_new_weights_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are to be computed again."""
+    kept: dict[int, list[torch.Tensor]] = {}
+    abort, bring_up = Generation.abort, Generation._bring_up
+
+    def rows_of(generation: Generation) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """Of each sample in the KV cache: its seed, its keys, and its rows in each tensor."""
+        scheduler = generation.scheduler
+        for sample, block in scheduler._blocks.items():
+            keys = sample.known - 1
+            cache = scheduler._kv_cache
+            yield (
+                sample.state.seed,
+                keys,
+                [tensor[block.start : block.start + keys] for tensor in (*cache.keys, *cache.values)],
+            )
+
+    def keep(self: Generation) -> Any:
+        kept.update({seed: [rows.clone() for rows in each] for seed, _, each in rows_of(self)})
+        return abort(self)
+
+    def put_back(self: Generation, *args: Any) -> None:
+        bring_up(self, *args)
+        for seed, keys, each in rows_of(self):
+            for rows, before in zip(each, kept.pop(seed, ()), strict=False):
+                assert len(before) == keys
+                rows.copy_(before)
+
+    monkeypatch.setattr(Generation, "abort", keep)
+    monkeypatch.setattr(Generation, "_bring_up", put_back)
     with raises(TrainError, "values-differ"):
         loops.train(run_of(tmp_path))
 

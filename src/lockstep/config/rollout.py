@@ -91,6 +91,13 @@ class RolloutConfig(Config):
     generation ends when the step's own rollouts have ended, and the others go on in the next step, with its
     weights. With engine.process = "separate" they are sampled while the trainer works, too
     (docs/explanation/async.md). 0: every step samples its rollouts from beginning to end."""
+    schedule: Literal["free", "fixed"] = "free"
+    """max_lag with engine.process = "separate": when the engine adopts new weights. free: as soon as they are
+    there. fixed: at a moment that is counted in sampled tokens, for which engine and trainer wait, so that
+    the same run twice has the same bits; needs train.batch_invariant."""
+    slots: PositiveInt | None = None
+    """schedule = "fixed": number of rollouts that count as sampled at the same time, on each engine; another
+    number is another run. If unset, engine.max_batch."""
     save: bool = True
     """Keep every rollout as JSONL under rollouts/."""
 

@@ -353,6 +353,16 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "sampling.max_tokens = {0.sampling.max_tokens}, the limit of one turn; raise it, or leave it out",
             at="max_trajectory_tokens",
         ),
+        Rule(
+            lambda c: c.schedule == "fixed" and not c.max_lag,
+            "no-effect: schedule = 'fixed' has no effect with max_lag = 0, with which every step samples its "
+            "rollouts from beginning to end; raise max_lag, or leave it out",
+        ),
+        Rule(
+            lambda c: c.slots is not None and c.schedule == "free",
+            "no-effect: slots = {0.slots} has no effect with schedule = 'free'; set schedule = 'fixed', or "
+            "leave it out",
+        ),
     ),
     "run (rl sizes)": (
         Rule(
@@ -402,10 +412,32 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "set it, or rollout.max_lag = 0",
         ),
         Rule(
-            lambda r: r.train.deterministic and r.engine.process == "separate",
+            lambda r: r.rollout.schedule == "fixed" and r.engine.process != "separate",
+            "no-effect: rollout.schedule = 'fixed' has no effect with an engine in the trainer's process, "
+            "where the same run has the same bits anyway; set engine.process = 'separate', or leave it out",
+        ),
+        Rule(
+            lambda r: r.rollout.schedule == "fixed" and not r.train.batch_invariant,
+            "missing-setting: rollout.schedule = 'fixed' promises the same bits twice, and which samples "
+            "are decoded together depends on memory; set train.batch_invariant = true",
+        ),
+        Rule(
+            lambda r: r.rollout.schedule == "fixed" and r.engine.replicas > 1,
+            "unsupported-combination: rollout.schedule = 'fixed' with engine.replicas = {0.engine.replicas}: "
+            "the place of a sample in logical time is counted within one engine; set engine.replicas = 1",
+        ),
+        Rule(
+            lambda r: r.rollout.schedule == "fixed" and r.engine.offloads,
+            "unsupported-combination: rollout.schedule = 'fixed' with engine.offload = true, with which the "
+            "engine sleeps while the trainer works; leave one of them out",
+        ),
+        Rule(
+            lambda r: (
+                r.train.deterministic and r.engine.process == "separate" and r.rollout.schedule == "free"
+            ),
             "unsupported-combination: rollout.max_lag = {0.rollout.max_lag} with train.deterministic = true "
             "and engine.process = 'separate', which samples while the trainer works: where a sample is cut "
-            "off then depends on time; leave engine.process out, or set train.deterministic = false",
+            "off then depends on time; set rollout.schedule = 'fixed', or leave engine.process out",
         ),
         Rule(
             lambda r: r.algorithm_options.dynamic_sampling,

@@ -215,12 +215,14 @@ class Rollouts:
         self._until: EngineStats | None = None
         """While the engine sampled beside the trainer: from the end of the last step to the next weights."""
         if config.rollout.max_lag:
+            slots = config.rollout.slots or config.engine.max_batch
             self.partial = PartialRollouts(
                 self._sampler,
                 rollout=config.rollout,
                 run_seed=config.seed,
                 steps=config.steps,
                 background=config.engine.process == "separate" and not config.engine.offloads,
+                slots=slots if config.rollout.schedule == "fixed" else None,
             )
             engine.before_load = self._cut
 
@@ -288,13 +290,13 @@ class Rollouts:
 
     def abort(self) -> None:
         """End what is sampled."""
-        self.engine.abort()
+        (self.engine if self.partial is None else self.partial).abort()
 
     def close(self) -> None:
         """Cut off what the engine samples in the background; it can be closed then."""
         if self.partial is not None:
             with contextlib.suppress(EngineError):  # nobody trains on it, and what ended the run comes first
-                self.partial.cut()
+                self.partial.cut(at_once=True)
 
 
 def journal_of(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.protocols.train import TrainBackend
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.schema.rollout import Border, Completion, GenerationRequest, SamplingParams
 from lockstep.schema.weights import MemoryReport, Transport, UpdateSession, WeightBucket, WeightUpdate
 
 OnCompletion = Callable[[int, int, Completion], None]
@@ -190,6 +190,18 @@ class Pauses(SamplesTokens, Protocol):
     def resume(self) -> None:
         """Go on. No effect if the engine is not paused."""
         ...
+
+
+class CutsAtBorders(SamplesTokens, Protocol):
+    """An engine that samples while the trainer works, and cuts samples off where logical time says."""
+
+    border: Border | None
+    """Set before the samples of a stream are submitted, and for this stream alone."""
+
+
+def cuts_at_borders(engine: SamplesTokens) -> TypeGuard[CutsAtBorders]:
+    """Return whether the engine can do so."""
+    return getattr(engine, "cuts_at_borders", False)
 
 
 def holds_turns(engine: SamplesTokens) -> TypeGuard[HoldsTurns]:

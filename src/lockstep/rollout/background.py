@@ -26,10 +26,11 @@ class Background:
 
     Args:
         sample: sets `enough` once the trainer can go on, and returns when it was aborted or nothing is left.
+        fixed: it ends by itself, at a border of logical time.
     """
 
-    def __init__(self, engine: InferenceEngine, sample: Callable[[], None]) -> None:
-        self._engine, self._sample = engine, sample
+    def __init__(self, engine: InferenceEngine, sample: Callable[[], None], *, fixed: bool = False) -> None:
+        self._engine, self._sample, self._fixed = engine, sample, fixed
         self.enough = threading.Event()
         self._ending = threading.Event()
         self._failure: BaseException | None = None
@@ -60,15 +61,21 @@ class Background:
         """Whether no further turn is to begin."""
         return self._ending.is_set()
 
-    def end(self) -> None:
-        """Cut off what is sampled, and wait for it.
+    def end(self, *, at_once: bool = False) -> None:
+        """Cut off what is sampled, and wait for it. With a fixed schedule, wait for its border.
 
         An engine that died while the trainer worked is no failure: the next weights start it again, and what
-        it had sampled since the last ones is sampled again.
+        it had sampled since the last ones is sampled again. With a fixed schedule it is one: what was lost
+        belongs to weights that are gone.
+
+        Args:
+            at_once: cut off before the border: nobody trains on it.
 
         Raises:
             EngineError: it does not stop; and what `sample` raised.
         """
+        while self._fixed and not at_once and self._thread.is_alive():
+            self._thread.join(_WAIT_SECONDS)  # an engine without progress ends by engine.request_seconds
         self._ending.set()
         deadline = time.monotonic() + _END_SECONDS
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -80,7 +87,7 @@ class Background:
                 "aborted; resume the run"
             )
         died = isinstance(self._failure, EngineError) and self._failure.code == "process-died"
-        if self._failure is not None and not died:
+        if self._failure is not None and (self._fixed or not died):
             raise self._failure
 
     def _recover(self, recover: Callable[..., None], *target: object) -> None:
@@ -89,7 +96,12 @@ class Background:
             if self._trains:
                 raise EngineError(
                     "process-died: the engine died while the trainer worked, and the weights that it had are "
-                    "gone; the next ones start it again"
+                    "gone; "
+                    + (
+                        "resume the run from its last checkpoint"
+                        if self._fixed
+                        else "the next ones start it again"
+                    )
                 )
             recover(*target)
 

@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 
 from lockstep.config.rollout import RolloutConfig
 from lockstep.errors import CheckpointError, EngineError
+from lockstep.protocols.engine import cuts_at_borders
 from lockstep.rollout.background import Background
 from lockstep.rollout.episodes import Begun, at_once, run_episodes
 from lockstep.rollout.sampler import GroupSampler, SampledStep, SampleKey, trajectory_rules
 from lockstep.rollout.score_stream import ScoreStream
 from lockstep.rollout.shares import SentShare, Share
-from lockstep.schema.rollout import Prompt, Rollout, Trajectory
+from lockstep.schema.rollout import Border, Prompt, Rollout, Trajectory
 
 Place = tuple[int, int]
 """The step that a group is trained in, and its number among the prompts of that step."""
@@ -65,6 +66,7 @@ class PartialRollouts:
     Args:
         steps: of the run; no task beyond them is begun.
         background: whether the engine goes on while the trainer works; it must be in another process.
+        slots: of logical time, under rollout.schedule = "fixed"; else None.
 
     Raises:
         EngineError: the engine cannot go on with samples, or the environment has several turns.
@@ -78,6 +80,7 @@ class PartialRollouts:
         run_seed: int,
         steps: int,
         background: bool = False,
+        slots: int | None = None,
     ) -> None:
         engine = sampler.engine
         if not getattr(engine, "partial_rollouts", False):
@@ -94,6 +97,14 @@ class PartialRollouts:
                 "set rollout.max_lag = 0",
                 setting="rollout.max_lag",
             )
+        if slots is not None and not cuts_at_borders(engine):
+            raise EngineError(
+                "unsupported-combination: rollout.schedule = 'fixed' needs an engine that cuts samples off "
+                f"where logical time says, and {type(engine).__name__} does not; set engine.name = 'native', "
+                "or rollout.schedule = 'free'",
+                setting="rollout.schedule",
+            )
+        self._slots = slots
         self._sampler, self._rollout, self._run_seed, self._steps = sampler, rollout, run_seed, steps
         self._rules = trajectory_rules(rollout)
         self._tasks: dict[int, list[Prompt]] = {}
@@ -131,15 +142,25 @@ class PartialRollouts:
         }
         return replace(sampled, counts=sampled.counts | counts)
 
-    def cut(self) -> None:
+    def cut(self, *, at_once: bool = False) -> None:
         """Cut off what the engine samples while the trainer works, before its weights change or it is closed.
+
+        Args:
+            at_once: also before the border of a fixed schedule.
 
         Raises:
             EngineError: what went wrong there; or it does not stop.
         """
         running, self._running = self._running, None
         if running is not None:
-            running.end()
+            running.end(at_once=at_once)
+
+    def abort(self) -> None:
+        """End what is sampled; but not what goes on to a border while the trainer works, because that step
+        will end and be saved."""
+        running = self._running
+        if self._slots is None or running is None or not running.enough.is_set():
+            self._sampler.engine.abort()
 
     def commit(self) -> None:
         """The step that was sampled last is trained on: its rollouts are no longer open."""
@@ -202,6 +223,8 @@ class PartialRollouts:
             return cut or scores.failed or sampler.is_cancelled()
 
         def sample() -> None:
+            if cuts_at_borders(engine) and self._slots is not None:
+                engine.border = self._border(step, working)
             tasks = [working[place].task_of(samples) for place, samples in running]
             run_episodes(
                 engine,
@@ -212,7 +235,10 @@ class PartialRollouts:
                 stop=ends,
             )
 
-        background = Background(engine, sample) if self.background and running else None
+        ahead = _tokens_after(step, working)
+        background = None
+        if self.background and running:
+            background = Background(engine, sample, fixed=self._slots is not None)
         self._running = background
         try:
             if background is not None:
@@ -230,15 +256,23 @@ class PartialRollouts:
             scores.stop()
             return Share()
         share = sampler.scored(groups, scores, key=SampleKey(run_seed=self._run_seed, step=step))
-        ahead = sum(
-            one.policy_tokens
-            for place, group in working.items()
-            if place[0] > step
-            for one in group.samples
-            if one is not None
-        )
+        if self._slots is None:  # else the trainer may be late, and what is there depends on time
+            ahead = _tokens_after(step, working)
         counts = {**share.counts, "rollout/tokens_ahead": float(ahead)}
         return replace(share, numbers=tuple(number for _, number in own), counts=counts)
+
+    def _border(self, step: int, working: Mapping[Place, _Group]) -> Border:
+        """Where the samples are cut off under rollout.schedule = "fixed"."""
+        assert self._slots is not None
+        own = [group for place, group in working.items() if place[0] == step]
+        ended = [
+            group.samples[i] for group in own for i in range(len(group.seeds)) if i not in group.pending()
+        ]
+        return Border(
+            seeds=frozenset(group.seeds[i] for group in own for i in group.pending()),
+            tokens=sum(one.policy_tokens for one in ended if one is not None),
+            slots=self._slots,
+        )
 
     # in a checkpoint
 
@@ -289,3 +323,9 @@ class PartialRollouts:
                     if number in groups:
                         groups[number].samples[rollout.sample] = rollout.trajectory
         self._restored = []
+
+
+def _tokens_after(step: int, working: Mapping[Place, _Group]) -> int:
+    """Tokens that were sampled for the steps after this one."""
+    samples = (one for place, group in working.items() if place[0] > step for one in group.samples)
+    return sum(one.policy_tokens for one in samples if one is not None)

@@ -70,6 +70,19 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Border:
+    """Where samples are cut off in logical time (rollout.schedule = "fixed"): as many tokens after the end of
+    the step's samples as all slots together draw while they draw the tokens of the step once more."""
+
+    seeds: frozenset[int]
+    """Of the step's samples that have not ended; the others of the stream belong to later steps."""
+    tokens: int
+    """In the step's samples that have ended."""
+    slots: int
+    """Samples that are drawn at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One sample that an engine returned."""
 

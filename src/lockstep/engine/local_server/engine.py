@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.local_server.server import request_json
+from lockstep.engine.local_server.clock import Entry, LogicalClock, border_json
+from lockstep.engine.local_server.requests import request_json
 from lockstep.engine.remote.driver import (
     SHORT_SECONDS,
     EventStreams,
@@ -57,6 +58,7 @@ from lockstep.observe.files import write_atomic
 from lockstep.observe.text import printable
 from lockstep.processes.programs import LOCAL_SERVER, python
 from lockstep.schema.contract import KernelContract
+from lockstep.schema.rollout import Border
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.version import __version__
 from lockstep.wire.server_token import TOKEN
@@ -77,7 +79,10 @@ class LocalServerEngine(RemoteEngine):
             EngineError: it does not start in time.
         """
         server = make_server(config, spec)
-        self.partial_rollouts = config.name == "native"
+        self.partial_rollouts = self.cuts_at_borders = config.name == "native"
+        self.border: Border | None = None
+        self._queue_of_slots: dict[str, Entry] = {}
+        """Under a border, by id: all samples of the stream, in their order."""
         client = server_client(config, server)
         self._local_server = LocalServerDriver(config, spec, client=client, server=server)
         self._breaks = 0
@@ -103,6 +108,42 @@ class LocalServerEngine(RemoteEngine):
         """See RemoteEngine."""
         super().ended(job, sample)
         self._breaks = 0
+        if self.border is None:
+            return
+        entry = self._queue_of_slots[job.id]
+        entry.tokens, entry.over = len(sample.token_ids) - entry.begun, sample.finish_reason != "abort"
+        if not (self._jobs or self._new or self._abort.is_set()):
+            self._check_border(self.border)
+
+    def _end(self) -> None:
+        super()._end()
+        self.border = None
+        self._queue_of_slots.clear()
+
+    def border_of(self, jobs: Iterable[Job]) -> dict[str, Any] | None:
+        """Return the border of the samples that are asked for; after a restart those that had ended before
+        count as they are."""
+        border, queue = self.border, self._queue_of_slots
+        if border is None:
+            return None
+        for job in jobs:
+            begun = sum(len(span.token_ids) for span in job.begun)
+            queue.setdefault(job.id, Entry(job.id, job.seed in border.seeds, begun))
+        return border_json(slots=border.slots, tokens=border.tokens, queue=queue.values())
+
+    def _check_border(self, border: Border) -> None:
+        """Check that every sample has the tokens that lengths and slots say. Raises EngineError."""
+        clock = LogicalClock(
+            slots=border.slots, tokens=border.tokens, queue=list(self._queue_of_slots.values())
+        )
+        for number, (id, entry) in enumerate(self._queue_of_slots.items()):
+            if id == clock.late or (clock.reached and clock.limit(id) != entry.tokens):
+                wrong = "more" if clock.reached else "fewer"
+                raise EngineError(
+                    f"wrong-result: engine {self.name} returned {entry.tokens} new tokens of sample "
+                    f"{number}: {wrong} than it has up to the border of rollout.schedule = 'fixed', at step "
+                    f"{clock.border}"
+                )
 
     def _new_flow(self) -> _Flow:
         return _Flow(self, EventStreams(self._client))
@@ -163,7 +204,8 @@ class _Flow:
             request_json(jobs[0].request, ids=[j.id for j in jobs], samples=[j.sample for j in jobs])
             for jobs in turns.values()
         ]
-        body = json.dumps({"flow": self._id, "groups": groups}, separators=(",", ":")).encode()
+        asked = {"flow": self._id, "groups": groups, "border": self._engine.border_of(self._open.values())}
+        body = json.dumps(asked, separators=(",", ":")).encode()
         self._streams.open(self._opened, self._engine._local_server.generate_path, body)
         self._opened += 1
         self._waiting.clear()

@@ -1,7 +1,7 @@
 """The server process: `python -m lockstep.engine.local_server.server FILE`.
 
     GET  /health /info /load
-    POST /generate    {"flow", "groups"} ──► an event for each sample as it ends, then [DONE]
+    POST /generate    {"flow", "groups", "border"} ──► an event for each sample as it ends, then [DONE]
     POST /abort {"flow"}    /sleep /wake
     POST /weights/begin|receive|finish|fail|read
 
@@ -32,6 +32,8 @@ from lockstep import invariant
 from lockstep.common_errors import other_tensors
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
+from lockstep.engine.local_server.clock import LogicalClock
+from lockstep.engine.local_server.requests import request_of
 from lockstep.engine.remote.server import LOOPBACK
 from lockstep.engine.spec import admit_decoding, load_engine_class
 from lockstep.errors import EngineError, LockstepError
@@ -45,7 +47,6 @@ from lockstep.models.load import (
 from lockstep.models.source import module_without_weights
 from lockstep.processes.supervisor import name_process
 from lockstep.protocols.engine import Finished, Handle, SharesWeights
-from lockstep.schema.rollout import GenerationRequest, SamplingParams, Span
 from lockstep.schema.weights import WeightUpdate
 from lockstep.version import __version__
 from lockstep.wire.buckets import HEAD_VALUES, WireError, dtype_name
@@ -103,6 +104,12 @@ class Host:
         self._runs = 0
         self._streams: dict[Handle, tuple[Stream, dict[int, str]]] = {}
         """Of each request with samples that have not ended: its stream, and their ids."""
+        self._clock: LogicalClock | None = None
+        """Of samples that are cut off at a border of logical time."""
+        self._ids: dict[tuple[int, int], str] = {}
+        """(number of a request, sample) -> the sample's id, under a clock."""
+        self._later: list[tuple[Stream, str, dict[str, Any]]] = []
+        """What is said once the border is reached: it may have to be shortened."""
         engine.on_token = self._count  # type: ignore[attr-defined]
 
     def work(self) -> None:
@@ -135,9 +142,17 @@ class Host:
 
     # samples
 
-    def generate(self, flow: str, groups: Sequence[Mapping[str, Any]]) -> Stream:
-        """Submit requests, see `request_json`. Raises EngineError: one of them is impossible, or there are no
-        weights yet."""
+    def generate(
+        self, flow: str, groups: Sequence[Mapping[str, Any]], border: dict[str, Any] | None = None
+    ) -> Stream:
+        """Submit requests, see lockstep.engine.local_server.requests.
+
+        Args:
+            border: at which the samples are cut off, see `LogicalClock`; None: only by `abort`.
+
+        Raises:
+            EngineError: one of them is impossible, or there are no weights yet.
+        """
         stream = Stream([id for group in groups for id in group["ids"]])
         with self._idle:
             if self._dirty:
@@ -145,11 +160,14 @@ class Host:
             if flow != self._flow:
                 self._drop()
                 self._flow = flow
+            self._clock = None if border is None else LogicalClock.of_json(border)
+            self._ids, self._later = {}, []
             impossible: EngineError | None = None
             try:
                 for group in groups:
-                    handle = self.engine.submit(_request(group))
+                    handle = self.engine.submit(request_of(group))
                     self._streams[handle] = (stream, dict(enumerate(group["ids"])))
+                    self._ids |= {(handle.index, i): id for i, id in enumerate(group["ids"])}
             except EngineError as error:
                 impossible = error
             # Counted here and not when the task begins: `_drop` must wait for one that is still in the queue.
@@ -193,6 +211,10 @@ class Host:
             error = raised
             traceback.print_exc()  # to the server's log
         with self._idle:
+            if error is None and self._clock is not None:
+                for later, name, event in self._later:
+                    later.say(name, self._clock.shortened(name, event))
+            self._later = []
             if error is not None:
                 text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
                 for stream in {id(s): s for s, _ in self._streams.values()}.values():
@@ -221,10 +243,24 @@ class Host:
             # Not that of its last token, which an earlier request may have sampled.
             "policy_version": self.engine.stats().policy_version,
         }
+        if self._clock is not None:
+            if completion.finish_reason != "abort":
+                self._clock.ended(id)
+                self._stop_at_border(self._clock)
+            if not self._clock.entry(id).first:
+                self._later.append((stream, id, event))
+                return
         stream.say(id, event)
 
     def _count(self, request: int, sample: int, token_ids: Sequence[int]) -> None:
         self.tokens += 1
+        if self._clock is not None and (id := self._ids.get((request, sample))) is not None:
+            self._clock.drew(id, len(token_ids))
+            self._stop_at_border(self._clock)
+
+    def _stop_at_border(self, clock: LogicalClock) -> None:
+        if clock.reached:
+            self.engine.abort()
 
     def sleep(self, *, seconds: float) -> None:
         """Free the engine's memory; the weights stay."""
@@ -347,42 +383,6 @@ class Weights:
     def _check(self, about: Mapping[str, Any]) -> None:
         if self._session is None or dict(self._session) != dict(about):
             raise EngineError(f"wrong-state: no weight session {dict(about)} is open here")
-
-
-def request_json(request: GenerationRequest, *, ids: Sequence[str], samples: Sequence[int]) -> dict[str, Any]:
-    """A request and the ids of those of its samples that are asked for, for `Host.generate`."""
-    sampling = {name: getattr(request.sampling, name) for name in SamplingParams.__dataclass_fields__}
-    return {
-        "ids": list(ids),
-        "prompt_token_ids": list(request.prompt_token_ids),
-        "sampling": sampling,
-        "seeds": [request.seeds[sample] for sample in samples],
-        "begun": [
-            [[span.token_ids, span.logprobs, span.policy_version] for span in request.begun[sample]]
-            for sample in (samples if request.begun else ())
-        ],
-    }
-
-
-def _request(group: Mapping[str, Any]) -> GenerationRequest:
-    sampling: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in group["sampling"].items()
-    }
-    return GenerationRequest(
-        prompt_token_ids=tuple(group["prompt_token_ids"]),
-        sampling=SamplingParams(**sampling),
-        seeds=tuple(group["seeds"]),
-        begun=tuple(tuple(_written(*span) for span in spans) for spans in group["begun"]),
-    )
-
-
-def _written(token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int) -> Span:
-    return Span(
-        author="policy",
-        token_ids=tuple(token_ids),
-        logprobs=tuple(logprobs),
-        policy_version=policy_version,
-    )
 
 
 _LOOK_SECONDS = 0.5
@@ -518,7 +518,7 @@ class _Handler(TokenHandler):
         """Stream the samples of a POST. A client that goes takes its flow with it."""
         try:
             asked = json.loads(body)
-            stream = self.host.generate(asked["flow"], asked["groups"])
+            stream = self.host.generate(asked["flow"], asked["groups"], asked.get("border"))
         except LockstepError as error:
             self._send(409, {"error": str(error), "data": error.data})
             return
