@@ -234,6 +234,13 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
             {"backend": "fsdp2", "ring": 2, "attention": "flex"},
         ],
     ),
+    "train (experts)": (
+        train,
+        [
+            {"backend": "fsdp2", "ep": 2, "tp": 2},
+            {"backend": "fsdp2", "ep": 2, "execution": "compile"},
+        ],
+    ),
     "train (backends of several ranks)": (
         train,
         [{"backend": "fsdp2", "optimizer": "adamw8bit"}, {"backend": "fsdp2", "device": "cuda:1"}],

@@ -3,7 +3,9 @@
 import pytest
 from raising import raises
 
+from lockstep.cli.common_model import check_heads
 from lockstep.config.load import load_run
+from lockstep.config.run_config import on_ranks
 from lockstep.errors import ConfigError
 from lockstep.loop.expert_checks import check_experts
 from lockstep.models.load import open_model
@@ -62,3 +64,30 @@ def test_tensor_parallel_is_refused_where_the_plan_asks():
     check_tensor_parallel_size(config, 1)
     with raises(ConfigError, "unsupported-combination: train.tp, 2, qwen3_moe"):
         check_tensor_parallel_size(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"train.ep": 3}, "not-divisible: train.ep, 3, 8 experts, 1, 2, 4, 8"),
+        ({"train.ep": 2, "model.name": "shape:tiny-llama"}, "no-effect: train.ep, 2, llama"),
+    ],
+)
+def test_experts_that_cannot_be_split_are_named(settings, found):
+    run = load_run("tiny", overrides=MOE | FSDP2 | settings)
+    for check in (lambda: check_experts(run, open_model(run.model)), lambda: check_heads(run)):
+        with raises(ConfigError, found):
+            check()
+    split = load_run("tiny", overrides=MOE | FSDP2 | {"train.ep": 2})
+    check_experts(split, None)
+    assert on_ranks(split, 4) == split
+    for ranks, named in ((1, "1 rank"), (3, "3 ranks")):
+        with raises(ConfigError, f"not-divisible: train.ep, {named}"):
+            on_ranks(split, ranks)
+
+
+def test_only_fsdp2_splits_experts():
+    with raises(ConfigError, "no-effect: train.ep, 2, local"):
+        load_run("tiny", overrides=MOE | {"train.ep": 2})
+    auto = load_run("tiny", overrides=MOE | {"train.backend": "auto", "train.ep": 2})
+    assert on_ranks(auto, 2).train.backend == "fsdp2"

@@ -32,6 +32,7 @@ one beside them. All weights are random, those of norms and biases too."""
 
 MORE = [f"tiny-{name}" for name in ("glm", "glm4", "seed-oss", "olmo2", "olmo3", "helium", "cohere")]
 FSDP2 = ("--train.backend", "fsdp2")
+EP = ("--train.ep", "2")
 ROUTERS = ("--train.router-aux-loss", "0.01", "--train.route-changes-every", "2")
 DDP = ("--train.backend", "deepspeed", "--train.zero-stage", "0")
 
@@ -152,6 +153,10 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
         pytest.param(
             "tiny-qwen3-moe", "float32", "compile", (*FSDP2, *ROUTERS), marks=pytest.mark.exhaustive
         ),
+        pytest.param(
+            "tiny-qwen3-moe", "float32", "eager", (*FSDP2, *ROUTERS, *EP), marks=pytest.mark.exhaustive
+        ),
+        pytest.param("tiny-gpt-oss", "bfloat16", "eager", (*FSDP2, *EP), marks=pytest.mark.exhaustive),
         ("tiny-llama", "bfloat16", "eager", (*FSDP2, "--train.ring", "2")),
         ("tiny-qwen3", "bfloat16", "eager", (*FSDP2, "--train.tp", "2")),
         pytest.param(
@@ -166,6 +171,8 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
         "fsdp2, bfloat16",
         "fsdp2, experts",
         "fsdp2, experts, compile",
+        "ep",
+        "ep, bfloat16",
         "ring",
         "tp",
         "tp, compile",

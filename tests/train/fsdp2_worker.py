@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsdp2_experts
 import fsdp2_faults
 import fsdp2_lora
 import torch
@@ -397,7 +398,7 @@ def check_deadlines() -> Any:
     """Of every group that the mesh makes: what init_ranks was told."""
     _, backend = pair()
     mesh, cpu = backend.mesh, torch.device("cpu")
-    groups = (mesh.shard_group, mesh.ring_group, mesh.tp_group)
+    groups = (mesh.shared.group, mesh.ring_group, mesh.tp_group)
     found = [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
     assert set(found) == {60.0}, found
     return found
@@ -416,7 +417,7 @@ RANKS: list[RankContext] = []
 """That of this process, once it has connected."""
 CHECKS = {
     name.removeprefix("check_"): check
-    for name, check in (vars(fsdp2_faults) | vars(fsdp2_lora) | dict(globals())).items()
+    for name, check in (vars(fsdp2_experts) | vars(fsdp2_faults) | vars(fsdp2_lora) | dict(globals())).items()
     if name.startswith("check_")
 }
 

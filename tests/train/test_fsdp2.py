@@ -52,10 +52,13 @@ TWO = (
     *("sharded_start", "checkpoint_of_local", "deadlines", "hf_plan", "export", "lora", "lora_tp"),
     *("lora_ring", "lora_checkpointing", "lora_offloaded", "lora_optimizer_on_host"),
     *("lora_compiled", "lora_joint", "lora_value", "lora_value_tp", "lora_ref", "lora_state"),
+    *("experts", "experts_of_families", "experts_steps", "experts_checkpointing", "experts_settings"),
+    *("experts_state", "experts_refused"),
 )
 FOUR = (
     *("preferences", "value", "dp_tp", "dp_ring", "ring_tp", "checkpoints", "not_finite_tp"),
     *("sharded_start_tp", "hf_plan_refused", "lora", "lora_ring_tp", "lora_value"),
+    *("experts_of_families", "experts_steps", "experts_state", "experts_refused"),
 )
 
 QUICK_ON_TWO = (
@@ -74,7 +77,7 @@ QUICK_ON_TWO = (
     *("recovers", "rest", "groups_left_out", "sharded_start", "checkpoint_of_local", "deadlines"),
     "routers_without_trained_tokens",
     *("export", "lora_tp", "lora_state", "reduced_each", "not_finite_reduced_each"),
-    "weights_one_at_a_time",
+    *("weights_one_at_a_time", "experts", "experts_state"),
 )
 QUICK_ON_FOUR = ("ring_tp",)
 

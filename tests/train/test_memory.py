@@ -104,6 +104,25 @@ def test_a_rank_of_fsdp2_by_hand() -> None:
     )
 
 
+def test_experts_of_a_rank_by_hand() -> None:
+    """Qwen3-30B-A3B: 48 layers of 128 experts, 3 * 768 * 2048 each, 8 of them for a token."""
+
+    def parts(ep: int) -> dict[str, int]:
+        shape = planned_shape(ModelConfig(name="shape:qwen3-30b-a3b"), dtype=torch.bfloat16)
+        step = StepSize(tokens=1024, micro_batches=16, device="cuda", parallelism=Parallelism(ranks=8))
+        found = fsdp2.fsdp2_parts(shape, TrainConfig(backend="fsdp2", ep=ep), step)
+        return {part.name: part.bytes for part in found if part.bytes and part.phase != "host"}
+
+    one, four = parts(1), parts(4)
+    of_layer = 128 * 3 * 768 * 2048 * 3 // 4
+    kept = "gradients between micro-batches, whole, in float32"
+    assert one["gathered weights"] - four["gathered weights"] == 2 * 2 * of_layer
+    assert one[kept] - four[kept] == 4 * 48 * of_layer
+    assert four["rows of experts that are exchanged"] == 2 * 2 * 8 * 2048 * 1024
+    same = one.keys() - {"gathered weights", kept}
+    assert all(four[name] == one[name] for name in same)
+
+
 def test_adapters_on_a_rank_of_fsdp2_by_hand() -> None:
     """Of a rank of 16: q and o 2 * (2048 + 2048), k and v 2 * (2048 + 512), gate, up and down
     3 * (2048 + 8192)."""

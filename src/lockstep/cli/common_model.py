@@ -189,16 +189,20 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
 
 
 def check_heads(run: RunConfig) -> None:
-    """Raise ConfigError unless `train.tp` divides the heads of the model; ModelError: it is not here."""
-    if run.train.tp == 1:
+    """Raise ConfigError unless `train.tp` divides the heads of the model, and `train.ep` its experts;
+    ModelError: it is not here."""
+    if run.train.tp == run.train.ep == 1:
         return
     import torch
 
     from lockstep.models.architectures import text_config
+    from lockstep.models.expert_parallel import check_expert_parallel_size
     from lockstep.models.load import meta_module
     from lockstep.models.tensor_parallel import check_tensor_parallel_size
 
-    check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
+    config = text_config(meta_module(run.model, dtype=torch.float32))
+    check_tensor_parallel_size(config, run.train.tp)
+    check_expert_parallel_size(config, run.train.ep)
 
 
 def _complete(run_dir: Path) -> list[Path]:
@@ -236,6 +240,7 @@ def default_ranks(run: RunConfig, *, resume: Path | None = None) -> int:
         gpus = min(gpus, recorded_ranks(resume))
     together = train.tp * train.ring
     ranks = together * min(gpus // together, run.documents_per_update)
+    ranks -= ranks % train.ep
     if ranks <= 1:
         return 1
     try:

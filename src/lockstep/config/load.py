@@ -47,7 +47,7 @@ RESUMABLE = ("steps", "epochs", "log", "checkpoint", "record", "eval", "eval_eve
 """Tables that may differ when a run is resumed: none of them changes what one step computes."""
 
 PARALLELISM = (
-    *("backend", "tp", "ring", "ring_comm", "tp_plan", "zero_stage", "reshard_after_forward"),
+    *("backend", "tp", "ring", "ep", "ring_comm", "tp_plan", "zero_stage", "reshard_after_forward"),
     *("reduce_gradients", "parameter_device", "optimizer_device", "plan_for_free"),
 )
 """Settings of `train` that decide where a step is computed. They may differ too, and change results by

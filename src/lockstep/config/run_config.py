@@ -18,6 +18,7 @@ from lockstep.config.rollout import RewardConfig, SamplingConfig
 from lockstep.config.rules import refuse
 from lockstep.config.support import check_backend, check_support, shards_weights
 from lockstep.config.train import CheckpointConfig, LogConfig, TrainConfig
+from lockstep.config.train_rules import ep_does_not_divide
 from lockstep.config.value import ValueConfig
 from lockstep.errors import ConfigError
 
@@ -303,7 +304,7 @@ def on_ranks(run: Run, ranks: int) -> Run:
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"out-of-range: --ranks {ranks} is not between 1 and {MAX_RANKS}")
     if run.train.backend == "auto":
-        backend = "local" if ranks == run.train.tp * run.train.ring == 1 else "fsdp2"
+        backend = "local" if ranks == run.train.tp * run.train.ring * run.train.ep == 1 else "fsdp2"
         try:
             train = type(run.train).model_validate(dict(run.train) | {"backend": backend})
             run = run.model_copy(update={"train": train})
@@ -340,6 +341,8 @@ def _check_ranks(run: RunConfig, ranks: int) -> None:
             f"(--ranks {sizes}, ...), or lower train.tp or train.ring",
             setting="train.tp",
         )
+    if ranks % train.ep:
+        raise ep_does_not_divide(train.ep, ranks=ranks)
     documents = run.documents_per_update
     if ranks // together > documents:
         what = f"ranks / (tp * ring) = {ranks // together}" if together > 1 else f"{ranks} ranks"

@@ -307,6 +307,7 @@ def check_backend(train: TrainConfig, *, lora: bool, lora_dropout: float = 0.0) 
     if refusal is not None:
         raise ConfigError(f"unsupported-combination: train.layout = 'shared': {refusal}")
     refuse(train, "train (ring)")
+    refuse(train, "train (experts)")
     # What "auto" becomes is checked when it is known: see on_ranks.
     if train.backend != "auto" and (backend is None or backend.spans_ranks):
         refuse(train, "train (backends of several ranks)")

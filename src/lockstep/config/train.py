@@ -28,6 +28,9 @@ class TrainConfig(Config):
     ring: PositiveInt = 1
     """Ring attention size: number of ranks that share the tokens of each pack. Only for backend fsdp2. The
     data parallel size is ranks / (tp * ring)."""
+    ep: PositiveInt = 1
+    """Expert parallel size: number of neighbouring ranks that share a model's experts. They are ranks of data
+    parallelism, and send each other their tokens' rows. Only for backend fsdp2."""
     ring_comm: Literal["auto", "p2p", "all_gather"] = "auto"
     """How ring attention brings keys and values to a rank's queries. p2p: they go round the ring while
     attention runs. all_gather: each layer first gathers those of divided documents from all ranks, so every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lockstep.config.rule import Rule
+from lockstep.errors import ConfigError
 
 TRAIN_RULES: dict[str, tuple[Rule, ...]] = {
     "train": (
@@ -34,6 +35,20 @@ TRAIN_RULES: dict[str, tuple[Rule, ...]] = {
             "unsupported-combination: train.device = {0.device!r} names one GPU, but train.backend = "
             "{0.backend!r} gives each rank a GPU: local rank r takes cuda:r. Set train.device = 'cuda', "
             "and CUDA_VISIBLE_DEVICES to use fewer GPUs",
+        ),
+    ),
+    "train (experts)": (
+        Rule(
+            lambda c: c.ep > 1 and c.tp * c.ring > 1,
+            "unsupported-combination: train.ep = {0.ep} with train.tp = {0.tp} and train.ring = {0.ring}: no "
+            "parity test covers experts split beside these; set train.tp = 1 and train.ring = 1, or "
+            "train.ep = 1",
+        ),
+        Rule(
+            lambda c: c.ep > 1 and c.execution not in ("eager", "auto"),
+            "unsupported-combination: train.ep = {0.ep}: how many rows a rank gets for its experts is known "
+            "only inside a layer, which is impossible with train.execution = {0.execution!r}; set "
+            "train.execution = 'eager', or train.ep = 1",
         ),
     ),
     "train (batch-invariant)": (
@@ -133,3 +148,11 @@ TRAIN_RULES: dict[str, tuple[Rule, ...]] = {
         ),
     ),
 }
+
+
+def ep_does_not_divide(ep: int, *, ranks: int) -> ConfigError:
+    """Return the error for ranks that form no groups of train.ep."""
+    return ConfigError(
+        f"not-divisible: train.ep = {ep} does not divide {ranks} rank{'s' if ranks > 1 else ''}; start a "
+        f"multiple of {ep} ranks (--ranks {ep}, {2 * ep}, ...), or lower train.ep"
+    )

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
+from lockstep.invariant.expert_exchange import ExpertExchange
 from lockstep.invariant.expert_ops import (
     by_expert,
     clamped_swiglu,
@@ -131,14 +132,22 @@ class Experts:
     """Row counts of products on the CPU, by name in `products`; without one, one product for each expert."""
     adapters: Mapping[str, ExpertAdapters] = MappingProxyType({})
     """By name of the Parameter that each is beside; the modules are around this one."""
+    exchange: ExpertExchange | None = None
+    """Expert parallel: gate_up_proj and down_proj are of this rank's experts alone, `num_experts` of all."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         order, inverse, ends = by_expert(top_k_index, self.num_experts)
         rows = gather_slots(hidden_states, order, inverse, top_k_index.shape[1])
-        gate_up = self._product(rows, "gate_up_proj", ends)
-        rows = self._product(self.act(gate_up), "down_proj", ends)
+        if self.exchange is None:
+            rows = self._products(rows, ends)
+        else:
+            rows = self.exchange(rows, ends, self._products)
         out: Tensor = combine_slots(rows, top_k_weights, order, inverse)
         return out
+
+    def _products(self, rows: Tensor, ends: Tensor) -> Tensor:
+        gate_up = self._product(rows, "gate_up_proj", ends)
+        return self._product(self.act(gate_up), "down_proj", ends)
 
     def _product(self, rows: Tensor, name: str, ends: Tensor) -> Tensor:
         bias, tiles = getattr(self, f"{name}_bias", None), self.tiles.get(name, ())

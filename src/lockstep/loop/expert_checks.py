@@ -5,6 +5,7 @@ from __future__ import annotations
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError
 from lockstep.models.architectures import is_moe
+from lockstep.models.expert_parallel import check_expert_parallel_size
 from lockstep.models.load import OpenedModel, prepared_config
 
 _BACKENDS = ("local", "fsdp2")
@@ -24,6 +25,7 @@ def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
     """
     config = prepared_config(run.model).get_text_config() if opened is None else opened.text
     train, engine = run.train, run.engine_name
+    check_expert_parallel_size(config, train.ep)
     if not is_moe(config):
         for name in ("router_aux_loss", "router_z_loss", "route_changes_every"):
             if value := getattr(train, name):

@@ -213,6 +213,9 @@ def advice(
 # With LoRA optimizer states and gradients are of the adapters alone, A of the P, and frozen weights are kept
 # in the compute dtype: (4 A + b (P - A)) / (t W). The reference is the base, which is there already.
 #
+# With train.ep layers are gathered with this rank's experts alone, and whole gradients are of these alone.
+# Rows of experts are held twice while they are exchanged, as many as if all experts had equally many.
+#
 # Between the micro-batches of a step a rank keeps whole gradients in float32, 4 P / t: they are added up
 # over the ranks once a step. With reduce_gradients "per_micro_batch" it keeps its shards of them alone, and a
 # backward holds the whole gradients of what is being reduced.
@@ -235,8 +238,11 @@ def _fsdp2_rank(shape: ModelShape, train: TrainConfig, step: StepSize) -> Sizes:
         optimizer == "always" and "train.optimizer_device = 'cpu'",
     )
     joint = train.execution == "joint"
-    kept = shape.layers * shape.layer_parameters if joint or not train.reshard_after_forward else 0
-    gathered = shape.dtype_bytes * (shape.outer_parameters + max(kept, 2 * shape.layer_parameters))
+    elsewhere = shape.experts * (train.ep - 1) / train.ep  # of one layer
+    layer = shape.layer_parameters - elsewhere
+    kept = shape.layers * layer if joint or not train.reshard_after_forward else 0
+    gathered = shape.dtype_bytes * (shape.outer_parameters + max(kept, 2 * layer))
+    whole = shape.trained - (0 if shape.lora else shape.layers * elsewhere)
     adds_whole = step.turns > 1 and train.reduce_gradients != "per_micro_batch"
     return [
         ("parameters, this rank's", stored, weights, to_host),
@@ -260,7 +266,7 @@ def _fsdp2_rank(shape: ModelShape, train: TrainConfig, step: StepSize) -> Sizes:
         ),
         (
             "gradients between micro-batches, whole, in float32",
-            4 * shape.trained * adds_whole,
+            4 * whole * adds_whole,
             "train",
             "train.reduce_gradients = 'per_micro_batch', train.token_budget (one micro-batch a rank needs "
             "none), train.tp or more ranks (--ranks)",
@@ -270,6 +276,12 @@ def _fsdp2_rank(shape: ModelShape, train: TrainConfig, step: StepSize) -> Sizes:
             _reduced_at_once(shape, train, step) * (not adds_whole),
             "train",
             "train.tp",
+        ),
+        (
+            "rows of experts that are exchanged",
+            2 * shape.dtype_bytes * shape.slots * shape.hidden * step.tokens * (train.ep > 1),
+            "train",
+            "train.token_budget",
         ),
         # Where whole ones are added up, they are freed as these are made.
         ("gradients", 4 * trained * (not adds_whole), "train", MORE_RANKS),
@@ -287,7 +299,8 @@ def _reduced_at_once(shape: ModelShape, train: TrainConfig, step: StepSize) -> f
         return 4 * shape.trained // shape.layers
     tokens = math.ceil(step.tokens / step.parallelism.ring)
     freed = sum(size for _, size, *_ in forward_sizes(shape, train, tokens=tokens, device=step.device))
-    return max(4 * shape.layer_parameters, (4 + shape.dtype_bytes) * shape.outer_parameters - freed)
+    layer = shape.layer_parameters - shape.experts * (train.ep - 1) / train.ep
+    return max(4 * layer, (4 + shape.dtype_bytes) * shape.outer_parameters - freed)
 
 
 # How much memory one rank of deepspeed needs.

@@ -115,7 +115,7 @@ class FSDP2Backend(MasterBackend):
             compiled = config.execution != "eager"
             kernel = kernel_of(base.config._attn_implementation)
             check_ring(kernel, base.config, layout=config.layout, compiled=compiled, device=self.device)
-        self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
+        self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp, ep=config.ep)
         self._layout = Layout(backend="fsdp2", mesh=self.mesh.sizes, stream=self.mesh.shard_rank)
         frozen = self._copied(ref)
         decay = {p.name: p.decay for p in trained_parameters(self.module)}

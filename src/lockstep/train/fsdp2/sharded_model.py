@@ -22,9 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep import invariant
 from lockstep.config.train import TrainConfig
+from lockstep.config.train_rules import ep_does_not_divide
 from lockstep.errors import ConfigError
 from lockstep.execution.regions import decoder_layers
+from lockstep.invariant.experts import Experts
 from lockstep.models.architectures import Replicated
+from lockstep.models.expert_parallel import apply_expert_parallel
 from lockstep.models.load import LoadedModel
 from lockstep.models.tensor_parallel import (
     TensorParallel,
@@ -73,12 +76,15 @@ class ShardedModel:
     ) -> None:
         self.module, self.mesh, self.dtype = module, mesh, model.dtype
         self.tp: TensorParallel | None = None
+        self.ep: TensorParallel | None = None
         self.tp_plan = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
         if mesh.tp > 1:
             plan = tensor_parallel_plan(module, size=mesh.tp, plan=self.tp_plan)
             self.tp = apply_tensor_parallel(module, group=mesh.tp_group, plan=plan)
             if invariant.is_converted(module):  # whole matrices were tested, not these parts
                 invariant.self_test(module, device=device_of(module), dtype=model.dtype, split=True)
+        if mesh.experts is not None:
+            self.ep = apply_expert_parallel(module, group=mesh.experts.inner_group)
         self.outer = LossModule(
             module,
             config=config,
@@ -110,7 +116,7 @@ class ShardedModel:
         # reduced in: FSDP2 casts the first one and adds the others to it.
         summed = torch.float32 if config.grad_accum_dtype == "float32" else self.dtype
         policy: dict[str, Any] = {
-            "mesh": self.mesh.shard,
+            "mesh": self.mesh.shared.mesh,
             "reshard_after_forward": config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=None if stored == self.dtype else self.dtype,
@@ -123,6 +129,7 @@ class ShardedModel:
         # What forward uses last backward needs first: the last layer and the root stay gathered between them.
         stays = policy | {"reshard_after_forward": False}
         if config.execution != "joint":  # whose graph takes the weights of all layers at once
+            self._shard_experts(policy)
             *layers, last = decoder_layers(self.module)
             for layer in layers:
                 fully_shard(layer, **policy)
@@ -135,6 +142,15 @@ class ShardedModel:
             # make a PREMUL_SUM of it, which gloo does not have.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+
+    def _shard_experts(self, policy: dict[str, Any]) -> None:
+        """Shard this rank's experts over the ranks that have the same ones; what fully_shard then does to a
+        layer leaves them out."""
+        if self.mesh.experts is None:
+            return
+        for part in self.module.modules():
+            if isinstance(part, Experts):
+                fully_shard(part, **(policy | {"mesh": self.mesh.experts.mesh}))
 
     def _keep_float32_gradients(self) -> None:
         """Reduced gradients of 16-bit shards (`optimizer_device = "cpu"`) stay float32, in which they are
@@ -162,7 +178,12 @@ class ShardedModel:
             # The shape is given because torch takes shards for equally large: it cannot see that the last
             # rank has fewer rows. run_check would add collectives for every Parameter.
             whole = DTensor.from_local(
-                local, self.mesh.shard, [Shard(0)], run_check=False, shape=old.shape, stride=old.stride()
+                local,
+                self._place(name).mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=old.shape,
+                stride=old.stride(),
             )
             sharded[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         # FSDP2 takes over Parameters that were replaced after fully_shard when it is first used
@@ -180,11 +201,12 @@ class ShardedModel:
         return self._part(name, self.parameters[name].shape)
 
     def _part(self, name: str, shape: torch.Size) -> tuple[slice, ...]:
-        """Like `part`, within `shape`: what FSDP2 shards, the part of a tensor parallel rank."""
-        chunk = -(-shape[0] // self.mesh.shards)
-        start = min(shape[0], chunk * self.mesh.shard_rank)
+        """Like `part`, within `shape`: what FSDP2 shards, the part of a tensor or expert parallel rank."""
+        place, split = self._place(name), self._split(name)
+        chunk = -(-shape[0] // place.size)
+        start = min(shape[0], chunk * place.rank)
         rows = slice(start, min(shape[0], start + chunk))
-        bounds = None if self.tp is None else self.tp.bounds(name)
+        bounds = None if split is None else split.bounds(name)
         if bounds is None:
             return (rows,)
         dim, first, last = bounds
@@ -192,9 +214,21 @@ class ShardedModel:
             return (slice(first + rows.start, first + rows.stop),)
         return (rows, *[slice(None)] * (dim - 1), slice(first, last))
 
+    def _split(self, name: str) -> TensorParallel | None:
+        """What cut the Parameter before FSDP2 shards it."""
+        return self.ep if self.ep is not None and self.ep.bounds(name) is not None else self.tp
+
+    def _place(self, name: str) -> ShardRanks:
+        """The ranks that have a shard of the Parameter, or of this rank's part of it."""
+        experts = self.mesh.experts
+        if experts is not None and self._split(name) is self.ep:
+            return experts
+        return self.mesh.shared
+
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole Parameter."""
-        return tuple(self.parameters[name].shape) if self.tp is None else self.tp.whole_shape(name)
+        split = self._split(name)
+        return tuple(self.parameters[name].shape) if split is None else split.whole_shape(name)
 
     def part_shape(self, name: str) -> tuple[int, ...]:
         """Shape of this tensor parallel rank's part of the Parameter."""
@@ -211,47 +245,45 @@ class ShardedModel:
         Args:
             local: shaped as `self.local(name)`, any dtype.
         """
-        rows = self.rows(name, local)
-        return rows if self.tp is None else self.tp.gather(name, rows)
+        rows, split = self.rows(name, local), self._split(name)
+        return rows if split is None else split.gather(name, rows)
 
     def rows(self, name: str, local: Tensor) -> Tensor:
         """Like `whole`, of this tensor parallel rank's part: collective over the shard group alone."""
-        return self._gather_rows(local, self.parameters[name].shape)
+        place, shape = self._place(name), self.parameters[name].shape
+        if place.size == 1:
+            return local.to(self.device)
+        padded = self._padded(local, shape, place)
+        gathered = padded.new_empty((len(padded) * place.size, *shape[1:]))
+        _all_gather(gathered, padded, group=place.group)
+        return gathered[: shape[0]]
 
     def whole_on(self, name: str, local: Tensor, *, owner: int) -> Tensor | None:
         """Like `whole`, on rank `owner` of all ranks only, None on the others; collective."""
-        mesh, shape = self.mesh, self.parameters[name].shape
-        shard_owner, tp_rank = divmod(owner, mesh.tp)  # tensor parallel is innermost
+        place, split, shape = self._place(name), self._split(name), self.parameters[name].shape
+        shard_owner, inner_rank = divmod(owner, place.inner)  # tensor and expert parallel are innermost
         rows: Tensor | None = local.to(self.device)
-        if mesh.shards > 1:
-            padded = self._padded(local, shape)
-            parts = [torch.empty_like(padded) for _ in range(mesh.shards)]
-            mine = parts if mesh.shard_rank == shard_owner else None
+        if place.size > 1:
+            padded = self._padded(local, shape, place)
+            parts = [torch.empty_like(padded) for _ in range(place.size)]
+            mine = parts if place.rank == shard_owner else None
             # dst counts in the whole world, also within a group.
-            dist.gather(padded, mine, dst=shard_owner * mesh.tp + mesh.tp_rank, group=mesh.shard_group)
+            dist.gather(padded, mine, dst=shard_owner * place.inner + place.inner_rank, group=place.group)
             rows = None if mine is None else torch.cat(mine)[: shape[0]]
-        if mesh.shard_rank != shard_owner:
+        if place.rank != shard_owner:
             return None
         assert rows is not None
-        whole = rows if self.tp is None else self.tp.gather(name, rows)
-        return whole if mesh.tp_rank == tp_rank else None
+        whole = rows if split is None else split.gather(name, rows)
+        return whole if place.inner_rank == inner_rank else None
 
-    def _padded(self, local: Tensor, shape: torch.Size) -> Tensor:
+    def _padded(self, local: Tensor, shape: torch.Size, place: ShardRanks) -> Tensor:
         """Pad to as many rows as the first rank has, on the device."""
-        chunk = -(-shape[0] // self.mesh.shards)
+        chunk = -(-shape[0] // place.size)
         if len(local) == chunk:
             return local.to(self.device).contiguous()
         padded = torch.zeros((chunk, *shape[1:]), dtype=local.dtype, device=self.device)
         padded[: local.shape[0]].copy_(local)
         return padded
-
-    def _gather_rows(self, local: Tensor, shape: torch.Size) -> Tensor:
-        if self.mesh.shards == 1:
-            return local.to(self.device)
-        padded = self._padded(local, shape)
-        gathered = padded.new_empty((len(padded) * self.mesh.shards, *shape[1:]))
-        _all_gather(gathered, padded, group=self.mesh.shard_group)
-        return gathered[: shape[0]]
 
     def persistent_buffers(self) -> dict[str, Tensor]:
         """The buffers that belong to a checkpoint; every rank has all of them."""
@@ -390,7 +422,8 @@ def _reset_iter_state(root: nn.Module) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
 
 
-# Ranks as a mesh of data parallel x ring attention x tensor parallel, tensor parallel innermost.
+# Ranks as a mesh of data parallel x ring attention x tensor parallel, tensor parallel innermost. Expert
+# parallel, without the other two, divides dp: neighbours have different experts and different micro-batches.
 #
 # 8 ranks at ring = 2, tp = 2:
 #
@@ -399,6 +432,37 @@ def _reset_iter_state(root: nn.Module) -> None:
 #     ring            0  0  1  1  0  0  1  1      who has which tokens of a micro-batch
 #     tp              0  1  0  1  0  1  0  1      who has which part of each matrix
 #     shard group     {0, 2, 4, 6} and {1, 3, 5, 7}: dp and ring together, over which FSDP2 shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRanks:
+    """The ranks over which FSDP2 shards a Parameter, or this rank's part of it."""
+
+    mesh: DeviceMesh
+    """1-D."""
+    group: dist.ProcessGroup
+    inner_group: dist.ProcessGroup
+    """Neighbours, which have a part each: those of tensor parallel, or of expert parallel."""
+
+    @property
+    def size(self) -> int:
+        """Ranks that share each part."""
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """Position among them."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def inner(self) -> int:
+        """Parts."""
+        return self.inner_group.size()
+
+    @property
+    def inner_rank(self) -> int:
+        """Which of them this rank has."""
+        return dist.get_rank(self.inner_group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,9 +476,11 @@ class RankMesh:
     ring_rank: int
     tp_rank: int
     world: dist.ProcessGroup
-    shard: DeviceMesh
-    """1-D, the ranks of this tensor parallel coordinate: position dp_rank * ring + ring_rank."""
-    shard_group: dist.ProcessGroup
+    shared: ShardRanks
+    """The ranks of this tensor parallel coordinate: position dp_rank * ring + ring_rank."""
+    experts: ShardRanks | None
+    """Expert parallel: those that have the same experts, and as inner group those that have all of them
+    together."""
     ring_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
 
@@ -451,7 +517,7 @@ def mesh_sizes(world_size: int, *, ring: int, tp: int) -> tuple[int, int, int]:
     return world_size // (ring * tp), ring, tp
 
 
-def make_mesh(device: torch.device, *, ring: int, tp: int) -> RankMesh:
+def make_mesh(device: torch.device, *, ring: int, tp: int, ep: int = 1) -> RankMesh:
     """The mesh of all ranks; collective.
 
     Args:
@@ -461,12 +527,20 @@ def make_mesh(device: torch.device, *, ring: int, tp: int) -> RankMesh:
         ConfigError: the sizes do not divide, on every rank.
     """
     ensure_process_group(device)
-    sizes = mesh_sizes(dist.get_world_size(), ring=ring, tp=tp)
+    world_size = dist.get_world_size()
+    sizes = mesh_sizes(world_size, ring=ring, tp=tp)
+    if world_size % ep:
+        raise ep_does_not_divide(ep, ranks=world_size)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "ring", "tp"))
     # One axis: fully_shard takes a mesh of two for hybrid sharding, copies along the first and shards along
     # the second. _flatten is private, in torch 2.11 to 2.13.
     shard = mesh["dp", "ring"]._flatten("shard")
     groups = {name: mesh.get_group(name) for name in ("dp", "ring", "tp")} | {"shard": shard.get_group()}
+    experts = None
+    if ep > 1:
+        split = init_device_mesh(device.type, (world_size // ep, ep), mesh_dim_names=("copies", "ep"))
+        groups |= {name: split.get_group(name) for name in ("copies", "ep")}
+        experts = ShardRanks(mesh=split["copies"], group=groups["copies"], inner_group=groups["ep"])
     for group in groups.values():
         # init_device_mesh takes no timeout; the default group's is what --rank-timeout says.
         dist.distributed_c10d._set_pg_timeout(group_timeout(device), group)
@@ -483,8 +557,8 @@ def make_mesh(device: torch.device, *, ring: int, tp: int) -> RankMesh:
         ring_rank=ring_rank,
         tp_rank=tp_rank,
         world=world,
-        shard=shard,
-        shard_group=groups["shard"],
+        shared=ShardRanks(mesh=shard, group=groups["shard"], inner_group=groups["tp"]),
+        experts=experts,
         ring_group=groups["ring"],
         tp_group=groups["tp"],
     )
