@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.invariant import experts
-from lockstep.models import lora, shapes
+from lockstep.models import delta_net, lora, shapes
 from lockstep.models.architectures import (
     ARCHITECTURES,
     causal_lm,
@@ -225,6 +225,7 @@ def load_model(
             if materialize:
                 module, source = fill_from(module, source, device=device), None
     experts.install(module)
+    delta_net.install(module)
     # Every rank reads all of a folder's routers, which are small; random weights are finite.
     read = None if source is None or folder is None else functools.partial(source.read, device=_CPU)
     experts.check_routers(module, read)
@@ -279,6 +280,7 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     """
     twin = skeleton(module, attention_implementation(attention))
     experts.install(twin)
+    delta_net.install(twin)
     with torch.device("meta"):
         lora.copy_structure(module, twin)
     targets = dict(twin.named_modules())

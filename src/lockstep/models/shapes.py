@@ -89,14 +89,16 @@ def fill_parameters(
 
 def fill(name: str, parameter: Tensor, *, seed: int, config: PretrainedConfig) -> None:
     """Draw one Parameter: matrices and biases N(0, initializer_range), a scalar head N(0, head_std); norm
-    weights around what acts as 1."""
+    weights around what acts as 1; and what its record says."""
     # Not hash(): Python salts that of strings in each process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    if "norm" in name:
-        # Gemma multiplies by 1 + weight, everybody else by weight.
-        record = architecture_of(config)
-        centre = 1.0 if record is None else record.norm_centre
+    record = architecture_of(config)
+    own = () if record is None else record.drawn_around.items()
+    centre = next((value for end, value in own if name.endswith(end)), None)
+    if "norm" in name or centre is not None:
+        if centre is None:  # Gemma multiplies by 1 + weight, everybody else by weight.
+            centre = 1.0 if record is None else record.norm_centre
         parameter.normal_(centre, 0.1, generator=generator)
     else:
         std = head_std(config) if name == SCORE_WEIGHT else config.initializer_range
