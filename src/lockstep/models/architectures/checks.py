@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, ModelError
+from lockstep.invariant.forms import GatedDeltaNet
 from lockstep.models.architectures.record import SIZES
 from lockstep.models.architectures.registry import ARCHITECTURES
 
@@ -73,7 +74,10 @@ def _check_options(config: Any) -> None:
             why = "a run samples and trains with the same model, without noise; set it to 0.0"
             raise _unsupported(f"{name} = {noise}", why)
     kinds = option(config, "layer_types") or ()
-    known = _LAYER_KINDS if ARCHITECTURES.get(config.model_type) is None else (*_LAYER_KINDS, _DELTA_NET)
+    record = ARCHITECTURES.get(config.model_type)
+    forms = () if record is None else record.forms.values()
+    has_form = any(isinstance(form, GatedDeltaNet) for form in forms)
+    known = (*_LAYER_KINDS, _DELTA_NET) if has_form else _LAYER_KINDS
     if unknown := [kind for kind in kinds if kind not in known]:
         raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(known)}")
 

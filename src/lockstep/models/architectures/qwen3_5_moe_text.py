@@ -33,6 +33,7 @@ ARCHITECTURE = Architecture(
     norm_centre=0.0,
     drawn_around=DELTA_NET_CENTRES,
     shrink=shrink_delta_net_and_experts,
+    wrapper="qwen3_5_moe",
     native=False,
     batch_invariant=False,
 )

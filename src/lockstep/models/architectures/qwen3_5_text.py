@@ -17,6 +17,7 @@ ARCHITECTURE = Architecture(
     norm_centre=0.0,
     drawn_around=DELTA_NET_CENTRES,
     shrink=shrink_delta_net,
+    wrapper="qwen3_5",
     native=False,
     batch_invariant=False,
 )

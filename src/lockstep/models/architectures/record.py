@@ -161,6 +161,9 @@ class Architecture:
     """Names of those of the MLP and of shared experts; other experts have none."""
     embedding_scale: Callable[[Any], float] = _one
     """config -> what the decoder multiplies embeddings by, outside of its embedding module."""
+    wrapper: str = ""
+    """The model_type of published multimodal folders whose text part is this model, with the weights of its
+    decoder under `lockstep.models.wrapper.PREFIX`."""
     dequantised: frozenset[str] = frozenset()
     """The `quant_method` of published folders whose weights are dequantised when they are loaded."""
     shrink: Callable[[Any], None] = _nothing
