@@ -136,7 +136,9 @@ def attention_flops(config: Any) -> float:
     """FLOPs of causal attention, forward and backward, over the squared length of a document: the 3 A of
     `training_flops`."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 3.0 * 2.0 * float(config.num_attention_heads * head_dim * config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = sum(kind != "linear_attention" for kind in kinds)  # a delta net's are linear in the length
+    return 3.0 * 2.0 * float(config.num_attention_heads * head_dim * layers)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -34,6 +34,7 @@ ARCHITECTURE = Architecture(
     drawn_around=DELTA_NET_CENTRES,
     shrink=shrink_delta_net_and_experts,
     wrapper="qwen3_5_moe",
+    attention_linears=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"),
     native=False,
     batch_invariant=False,
 )

@@ -18,6 +18,7 @@ ARCHITECTURE = Architecture(
     drawn_around=DELTA_NET_CENTRES,
     shrink=shrink_delta_net,
     wrapper="qwen3_5",
+    attention_linears=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"),
     native=False,
     batch_invariant=False,
 )

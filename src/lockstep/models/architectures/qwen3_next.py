@@ -36,6 +36,7 @@ ARCHITECTURE = Architecture(
     norm_centre=0.0,
     drawn_around=DELTA_NET_CENTRES,
     shrink=shrink_delta_net_and_experts,
+    attention_linears=("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "out_proj"),
     native=False,
     batch_invariant=False,
 )
