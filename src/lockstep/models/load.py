@@ -227,8 +227,7 @@ def load_model(
                 module, source = fill_from(module, source, device=device), None
     experts.install(module)
     delta_net.install(module)
-    if folder is not None:
-        remember_folder(module, folder)
+    remember_folder(module, folder)
     # Every rank reads all of a folder's routers, which are small; random weights are finite.
     read = None if source is None or folder is None else functools.partial(source.read, device=_CPU)
     experts.check_routers(module, read)

@@ -48,10 +48,10 @@ def text_part(config: PretrainedConfig, *, name: str) -> PretrainedConfig:
     return text
 
 
-def remember_folder(module: nn.Module, folder: Path) -> None:
-    """Let exports of a causal LM keep the rest of its folder, if that is a wrapper's."""
+def remember_folder(module: nn.Module, folder: Path | None) -> None:
+    """Let exports of a causal LM keep the rest of its folder, if it has one and that is a wrapper's."""
     record = architecture_of(hf_config(module))
-    if record is None or not record.wrapper or scalar_head(module) is not None:
+    if folder is None or record is None or not record.wrapper or scalar_head(module) is not None:
         return
     if _read(folder / CONFIG).get("model_type") == record.wrapper:
         setattr(module, _FOLDER, folder)
