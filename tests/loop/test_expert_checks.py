@@ -1,4 +1,4 @@
-"""What a model with experts cannot be combined with, by setting, before weights are read."""
+"""What a model with experts or delta nets cannot be combined with, by setting, before weights are read."""
 
 import pytest
 from raising import raises
@@ -34,6 +34,22 @@ def test_a_setting_that_no_test_covers_is_named(settings, name, value):
     with raises(ConfigError, f"unsupported-combination: {name}"):
         check_experts(run, None)
     check_experts(load_run("tiny", overrides=MOE | settings | {"model.name": "shape:tiny-llama"}), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value"),
+    [
+        ({"engine.name": "native"}, "engine.name", "'native'"),
+        ({"engine.name": "vllm"}, "engine.name", "'vllm'"),
+        ({"train.backend": "deepspeed"}, "train.backend", "'deepspeed'"),
+        ({"train.execution": "joint"}, "train.execution", "'joint'"),
+    ],
+)
+def test_delta_nets_are_decoded_by_engine_hf_alone(settings, name, value):
+    delta_nets = MOE | {"model.name": "shape:tiny-qwen3.5", "engine.name": "hf"}
+    check_experts(load_run("tiny", overrides=delta_nets), None)
+    with raises(ConfigError, f"unsupported-combination: {name}, {value}, qwen3_5_text"):
+        check_experts(load_run("tiny", overrides=delta_nets | settings), None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lockstep.engine.spec import EMBEDDED, decoded_gap, decoding_proof
 from lockstep.errors import ModelError
 from lockstep.models import admission, heads, miniature
 from lockstep.models.admission import check_proof, proof_key
-from lockstep.models.architectures import ARCHITECTURES, checks
+from lockstep.models.architectures import ARCHITECTURES, checks, has_delta_nets
 from lockstep.models.load import load_model
 from lockstep.models.miniature import LENGTHS, POSITIONS, WINDOW, documents, random_miniature, tiny_model
 from lockstep.models.proof_rows import TOLERANCE, Gap, forward_gaps, kernels_of
@@ -121,7 +121,11 @@ def test_supported_configs_pass_in_every_way(name):
     engines = [engine for engine in EMBEDDED if engine != "native" or record.native]
     gaps = [*forward_gaps(small), *(decoded_gap(engine, small) for engine in engines)]
     print(f"{name}: {max(gap.size for gap in gaps):.1e} in {len(gaps)} comparisons")
-    assert max(gap.size for gap in gaps) <= (1e-5 if name.startswith("tiny") else 2e-5)
+    tiny = name.startswith("tiny")
+    assert max(gap.size for gap in gaps if not gap.of_gradient) <= (1e-5 if tiny else 2e-5)
+    # Eager's own gradients are as far from those in float64 where a gated norm blows up small outputs.
+    exact = tiny and not has_delta_nets(small)
+    assert max(gap.size for gap in gaps if gap.of_gradient) <= (1e-5 if exact else 2e-5)
     ways = 6 * len(kernels_of(small))
     assert len({gap.way for gap in gaps}) == ways + len(engines)
     assert sum(gap.of_gradient for gap in gaps) == ways

@@ -9,6 +9,8 @@ def test_flops_by_hand() -> None:
     assert training_flops(config, parameters=100, lengths=[4, 2]) == 3600 + 3 * 2 * 2 * 4 * 3 * 20
     config.head_dim = 16
     assert training_flops(config, parameters=0, lengths=[1]) == 3 * 2 * 2 * 16 * 3
+    config.layer_types = ["linear_attention", "linear_attention", "full_attention"]
+    assert training_flops(config, parameters=0, lengths=[1]) == 3 * 2 * 2 * 16
 
 
 def test_peaks_of_known_gpus() -> None:

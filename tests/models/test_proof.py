@@ -18,13 +18,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from lockstep.errors import ModelError
 from lockstep.invariant.forms import GatedMLP, RMSNorm, Rotary
-from lockstep.models import admission, proof_rows
+from lockstep.models import admission, delta_net, proof_rows
 from lockstep.models.admission import admit, check_proof
 from lockstep.models.architectures import ARCHITECTURES, check_architecture
 from lockstep.models.miniature import random_miniature, tiny_model
 from lockstep.models.proof_modes import MODES, SLOW_MODES
 from lockstep.models.proof_rows import corpora, forward_gaps, gradient_gap
 from lockstep.models.shape_table import SHAPES
+from lockstep.ops import delta_rule
 
 TINY = {name: values for name, values in SHAPES.items() if name.startswith("tiny")}
 
@@ -51,7 +52,7 @@ def test_modes_hold_or_are_refused_as_the_record_says(name, mode):
         with raises(ModelError, "not-batch-invariant: no row-invariant form"):
             MODES[mode](small)
         return
-    if mode == "value head" and small.model_type in {"granite", "cohere", "cohere2"}:
+    if mode == "value head" and small.model_type in {"granite", "cohere", "cohere2", "qwen3_5_moe_text"}:
         with raises(ModelError, "unsupported-model: "):
             MODES[mode](small)
         return
@@ -65,7 +66,7 @@ GEMMA = RMSNorm(epsilon="eps", unit_offset=True)
 def test_a_form_is_the_code_of_the_class(name):
     """transformers repeats the same code in each family; Llama's and Gemma 3's are compared by their numbers
     (tests/invariant)."""
-    package = "gemma3" if name == "gemma3_text" else name
+    package = name.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     known = {
         RMSNorm(): LlamaRMSNorm,
@@ -173,6 +174,46 @@ def test_a_planted_difference_is_found(name, monkeypatch):
     assert all(gap.of_gradient for gap in failed) == only_gradients
     with raises(ModelError, "unsupported-model: alone (sdpa)"):
         check_proof(config_of(shape), kind=name, ways=forward_gaps, name="m")
+
+
+def _stock_forward(monkeypatch):
+    """transformers' own, which is not told where documents begin."""
+
+    def forward(part, hidden_states, *_, **__):
+        return type(part).__mro__[2].forward(part, hidden_states)
+
+    monkeypatch.setattr(delta_net.DeltaNet, "forward", forward)
+
+
+def _without_borders(name):
+    def plant(monkeypatch):
+        whole = getattr(delta_rule, name)
+
+        def planted(*arguments):
+            blind = [
+                torch.zeros_like(x) if getattr(x, "dtype", None) == torch.int64 else x for x in arguments
+            ]
+            return whole(*blind)
+
+        monkeypatch.setattr(delta_rule, name, planted)
+
+    return plant
+
+
+ACROSS = {
+    "delta net across documents": _stock_forward,
+    "state across documents": _without_borders("chunked"),
+    "convolution across documents": _without_borders("convolve"),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_delta_net_across_documents_is_found(name, monkeypatch):
+    """Alone such a document is right: the packed row must find it."""
+    ACROSS[name](monkeypatch)
+    failed = [gap for gap in forward_gaps(tiny_model(config_of("tiny-qwen3.5"))) if not gap.passed]
+    assert failed[0].way == "packed (sdpa)" and failed[0].size > 0.01
+    assert not any(gap.way.startswith("alone") for gap in failed)
 
 
 @pytest.mark.parametrize(

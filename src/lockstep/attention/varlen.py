@@ -134,6 +134,8 @@ def _forward(  # signature: torch's flash op
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     documents = _where(cu_q, cu_k, seqused_k, max_q, max_k)
     out, logsumexp = tiled_attention(q, k, v, documents=documents, scale=factor, window=window)
+    if not q.is_contiguous():  # results are laid out as their inputs are, as torch's op says to compilers
+        out = torch.empty_like(q).copy_(out)
     empty = q.new_empty(0)
     return out, logsumexp, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), empty
 
@@ -160,7 +162,7 @@ def _backward(  # signature: torch's flash op
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. With P = exp(S - logsumexp): dV = P'dO, dS = P * (dO V' - rowsum(dO * O))."""
     # Rows of no document stay uninitialised here too, as in the CUDA kernel.
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    grads = [torch.empty_like(x) for x in (q, k, v)]
     window = _window(is_causal, window_size_left, window_size_right)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = _compute_dtype(q)

@@ -78,8 +78,26 @@ class ExpertBlock:
     """Whether one expert is for all tokens, under a sigmoid gate of its own, as in Qwen2-MoE."""
 
 
-Form = RMSNorm | LayerNorm | GatedMLP | FusedMLP | Rotary | TopRouter | GroupedExperts | ExpertBlock
-"""What a class computes; `lockstep.invariant.convert` knows a row-invariant form of each."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaNet:
+    """A gated delta net; it has no row-invariant form, since chunks and single tokens round differently."""
+
+    fused: bool = False
+    """Whether queries, keys, values and gates come from one linear, by key head, as in Qwen3-Next."""
+
+
+Form = (
+    RMSNorm
+    | LayerNorm
+    | GatedMLP
+    | FusedMLP
+    | Rotary
+    | TopRouter
+    | GroupedExperts
+    | ExpertBlock
+    | GatedDeltaNet
+)
+"""What a class computes; `lockstep.invariant.convert` knows a row-invariant form of each but the last."""
 
 FORMS: dict[str, Form] = {}
 """Class name -> form. `register_forms` fills it."""

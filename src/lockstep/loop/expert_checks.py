@@ -1,10 +1,10 @@
-"""What a model with experts cannot be combined with: refused before its weights are read."""
+"""What a model with experts or delta nets cannot be combined with: refused before its weights are read."""
 
 from __future__ import annotations
 
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError
-from lockstep.models.architectures import is_moe
+from lockstep.models.architectures import has_delta_nets, is_moe
 from lockstep.models.expert_parallel import check_expert_parallel_size
 from lockstep.models.load import OpenedModel, prepared_config
 
@@ -14,7 +14,7 @@ _MODES = ("auto", "eager", "compile")
 
 
 def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
-    """Refuse a run whose model has experts, where no parity test covers them.
+    """Refuse a run whose model has experts or delta nets, where no parity test covers them.
 
     Args:
         run: resolved.
@@ -33,21 +33,26 @@ def check_experts(run: RunConfig, opened: OpenedModel | None) -> None:
                     f"no-effect: train.{name} = {value} has no effect: {config.model_type} has no experts; "
                     "leave it out"
                 )
+    delta_nets = has_delta_nets(config)
+    if not is_moe(config) and not delta_nets:
         return
+    # Delta nets: the states of a cache are those of engine hf, which has no bits in common with training.
+    engines, fix = (("hf",), "'hf'") if delta_nets else (_ENGINES, "'native' or 'hf'")
     own = engine in _ENGINES and run.engine_has_own_memory
     settings = [
         (train.backend in _BACKENDS, "train.backend", train.backend, "'local' or 'fsdp2'"),
         (train.tp == 1, "train.tp", train.tp, "1"),
         (train.ring == 1, "train.ring", train.ring, "1"),
         (train.execution in _MODES, "train.execution", train.execution, "'compile' or 'eager'"),
-        (engine in (None, *_ENGINES), "engine.name", engine, "'native' or 'hf'"),
+        (engine in (None, *engines), "engine.name", engine, fix),
         (not own, "engine.process", "separate", "'auto'"),
     ]
     for allowed, name, value, fix in settings:
         if not allowed:
             raise ConfigError(
-                f"unsupported-combination: {name} = {value!r} with a model with experts "
-                f"({config.model_type}): no parity test covers the two; set {name} = {fix}"
+                f"unsupported-combination: {name} = {value!r} with a model with "
+                f"{'delta nets' if delta_nets else 'experts'} ({config.model_type}): no parity "
+                f"test covers the two; set {name} = {fix}"
             )
     _check_adapters(run)
     if train.router_aux_loss and train.accumulate == "sample":

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from lockstep.models.miniature import keep_layers
 from lockstep.models.published import as_published, quant_method
 from lockstep.models.shapes import PREFIX, shape_config
 from lockstep.models.source import aliases
+from lockstep.models.wrapper import published_name, wrap_export
 from lockstep.observe.files import naming, read_json, write_atomic
 from lockstep.observe.tensor_file import save_tensors
 from lockstep.ranks.process_group import broadcast_object
@@ -69,7 +70,8 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
         bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation))
         with naming(temporary), silence_transformers(), _never_wrapped():
             _write_as_read(bare)
-            bare.save_pretrained(temporary, state_dict=merged_state_dict(module))
+            bare.save_pretrained(temporary, state_dict=_in_files(module, merged_state_dict(module)))
+            wrap_export(module, temporary, name=directory)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
         _replace(temporary, directory)
@@ -78,6 +80,15 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _in_files(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names of files; of tied ones save_pretrained drops all but one by their own names."""
+    named = {published_name(module, name): name for name in tensors}
+    if all(name == published for published, name in named.items()):
+        return dict(tensors)
+    first = aliases(module)
+    return {published: tensors[name] for published, name in named.items() if first.get(name, name) == name}
 
 
 class _AsRead(GenerationConfig):
@@ -157,7 +168,8 @@ class _Writer:
     """Writes tensors into files as they come. Keeps the first failure and does nothing after it."""
 
     def __init__(self, module: nn.Module, directory: Path, *, dtype: torch.dtype, file_bytes: int) -> None:
-        self._directory, self._dtype, self._file_bytes = directory, dtype, file_bytes
+        self._module, self._directory = module, directory
+        self._dtype, self._file_bytes = dtype, file_bytes
         self._temporary: Path | None = None
         self._failure: str | None = None
         self._waiting: dict[str, Tensor] = {}
@@ -215,7 +227,7 @@ class _Writer:
     def _write(self) -> None:
         assert self._temporary is not None
         part = self._temporary / f"part-{len(self._files)}.safetensors"
-        tensors = as_published(self._bare, self._waiting)
+        tensors = _in_files(self._module, as_published(self._bare, self._waiting))
         save_tensors(tensors, part, metadata={"format": "pt"})
         self._files.append([*tensors])
         self._waiting, self._total, self._bytes = {}, self._total + self._bytes, 0
@@ -232,6 +244,7 @@ class _Writer:
             if tokenizer is not None:
                 tokenizer.save_pretrained(self._temporary)
         self._name_files(self._temporary)
+        wrap_export(self._module, self._temporary, name=self._directory)
         _replace(self._temporary, self._directory)
 
     def _name_files(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from lockstep.common_errors import leads_out
 from lockstep.errors import ModelError
-from lockstep.models.architectures import is_moe, kv_heads
+from lockstep.models.architectures import has_delta_nets, is_moe, kv_heads
 from lockstep.observe.files import read_json
 
 CONFIG = "config.json"
@@ -145,6 +145,7 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
         for tensor, (keys, expected) in _expected(config).items():
             names = [
                 f"model.{tensor}",
+                f"model.language_model.{tensor}",
                 tensor,
                 *([_HEAD] if tensor == _EMBEDDING else ()),
             ]  # they may be tied
@@ -236,9 +237,15 @@ def _expected(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     head_keys = ("head_dim", "hidden_size")
+    gated = (
+        2 if has_delta_nets(config) else 1
+    )  # attention beside delta nets has a gate as wide as its queries
     return {
         _EMBEDDING: (("vocab_size", "hidden_size"), (config.vocab_size, hidden)),
-        "layers.0.self_attn.q_proj.weight": (("num_attention_heads", *head_keys), (heads * head_dim, hidden)),
+        "layers.0.self_attn.q_proj.weight": (
+            ("num_attention_heads", *head_keys),
+            (gated * heads * head_dim, hidden),
+        ),
         "layers.0.self_attn.k_proj.weight": (
             ("num_key_value_heads", *head_keys),
             (kv_heads(config) * head_dim, hidden),

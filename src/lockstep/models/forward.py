@@ -15,7 +15,7 @@ from lockstep import attention, invariant
 from lockstep.attention import Ring
 from lockstep.errors import ConfigError
 from lockstep.execution import is_compiled
-from lockstep.models.architectures import layer_windows
+from lockstep.models.architectures import has_delta_nets, layer_windows
 from lockstep.models.heads import Head, head_of
 from lockstep.ops.masks import dense_mask, document_ids
 from lockstep.packing import share
@@ -212,6 +212,11 @@ def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device:
             f"unsupported-combination: ring attention has no sliding windows, but this {config.model_type} "
             f"model has windows of {', '.join(map(str, sorted(windows)))} tokens; set train.ring = 1"
         )
+    if has_delta_nets(config):
+        raise ConfigError(
+            "unsupported-combination: ring attention divides documents between ranks, but the delta nets of "
+            f"this {config.model_type} model need all tokens of a document in order; set train.ring = 1"
+        )
     # On a CPU both names mean the reference kernels of attention/varlen.py.
     kernels = ("varlen", "sdpa") if device.type == "cpu" else ("varlen",)
     if kernel not in kernels:
@@ -270,7 +275,7 @@ def _shared_inputs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bo
 def _packed_kwargs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bool) -> dict[str, Any]:
     """Return the arguments of the attention implementation `kernel` for a pack."""
     if kernel.startswith("hf:"):
-        return _hf_packed_kwargs(kernel, batch)
+        return _hf_packed_kwargs(kernel, batch, config)
     kwargs: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
     if kernel == "flex" or (kernel == "sdpa" and compiled):
         kwargs["masks"] = {
@@ -285,13 +290,14 @@ def _packed_kwargs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bo
     return kwargs
 
 
-def _hf_packed_kwargs(kernel: str, batch: PackedBatch) -> dict[str, Any]:
+def _hf_packed_kwargs(kernel: str, batch: PackedBatch, config: Any) -> dict[str, Any]:
     """transformers' own kernels: flash takes these four; the others find the documents in position_ids."""
+    more = {"cu_seqlens": batch.cu_seqlens} if has_delta_nets(config) else {}  # they get no position_ids
     # All four, or none: with fewer transformers derives the documents from position_ids in every layer, which
     # waits for the GPU and breaks a compiled graph.
     if not kernel.startswith("hf:flash_attention"):
-        return {}
-    return {
+        return more
+    return more | {
         "cu_seq_lens_q": batch.cu_seqlens,
         "cu_seq_lens_k": batch.cu_seqlens,
         "max_length_q": batch.max_seqlen,

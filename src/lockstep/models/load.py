@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.invariant import experts
-from lockstep.models import lora, shapes
+from lockstep.models import delta_net, lora, shapes
 from lockstep.models.architectures import (
     ARCHITECTURES,
     causal_lm,
@@ -54,6 +54,7 @@ from lockstep.models.source import (
     random_source,
 )
 from lockstep.models.tensor_parallel import TensorParallel
+from lockstep.models.wrapper import remember_folder, text_part
 from lockstep.observe.text import printable
 
 log = logging.getLogger(__name__)
@@ -225,6 +226,8 @@ def load_model(
             if materialize:
                 module, source = fill_from(module, source, device=device), None
     experts.install(module)
+    delta_net.install(module)
+    remember_folder(module, folder)
     # Every rank reads all of a folder's routers, which are small; random weights are finite.
     read = None if source is None or folder is None else functools.partial(source.read, device=_CPU)
     experts.check_routers(module, read)
@@ -279,6 +282,7 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     """
     twin = skeleton(module, attention_implementation(attention))
     experts.install(twin)
+    delta_net.install(twin)
     with torch.device("meta"):
         lora.copy_structure(module, twin)
     targets = dict(twin.named_modules())
@@ -423,12 +427,14 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             f"cannot-read: model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
             f"{printable(str(error))}){hint}"
         ) from error
-    if hf_config.model_type in ARCHITECTURES:
-        check_sizes(folder, hf_config, name=config.name)
+    text = text_part(hf_config, name=config.name)
+    if text.model_type in ARCHITECTURES:
+        check_sizes(folder, text, name=config.name)
     return hf_config
 
 
 def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) -> PretrainedConfig:
+    hf_config = text_part(hf_config, name=config.name)
     check_architecture(hf_config)
     forget_quantisation(hf_config, name=config.name)
     if config.num_layers is not None:

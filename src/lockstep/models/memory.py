@@ -95,7 +95,7 @@ def _computed_width(config: Any) -> int:
     """The gate's outputs for one token: of a model with experts those of the token's experts together."""
     if not is_moe(config):
         return int(config.intermediate_size)
-    of_one = option(config, "moe_intermediate_size", config.intermediate_size)
+    of_one = option(config, "moe_intermediate_size") or config.intermediate_size
     return int(config.num_experts_per_tok * of_one + option(config, "shared_expert_intermediate_size", 0))
 
 

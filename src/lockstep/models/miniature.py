@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from lockstep.errors import ModelError
 from lockstep.invariant import experts
-from lockstep.models import shapes
+from lockstep.models import delta_net, shapes
 from lockstep.models.architectures import architecture_of, option, rope_parameters
 from lockstep.models.architectures.checks import BOUNDED
 from lockstep.models.heads import HeadKind
@@ -62,6 +62,7 @@ def random_miniature(small: PretrainedConfig, *, attention: str, head: HeadKind 
     module = shapes.random_model(own, seed=0, dtype=torch.float32, device=cpu, attention=attention, head=head)
     if attention != "eager":  # that one is transformers' own, which ours is compared with
         experts.install(module)
+        delta_net.install(module)
     return module
 
 

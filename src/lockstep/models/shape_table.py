@@ -58,6 +58,14 @@ _TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_TINY_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "tie_word_embeddings": True,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA  # meta-llama/Llama-3.1-8B
     | {
@@ -162,6 +170,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
+    },
+    "tiny-qwen3-next": _TINY
+    | _TINY_DELTA_NET
+    | {
+        "model_type": "qwen3_next",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+    "tiny-qwen3.5": _TINY | _TINY_DELTA_NET | {"model_type": "qwen3_5_text"},
+    "tiny-qwen3.5-moe": {key: _TINY[key] for key in _TINY.keys() - {"intermediate_size"}}
+    | _TINY_DELTA_NET
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
     },
     "tiny-qwen2": _TINY | {"model_type": "qwen2", "tie_word_embeddings": False},
     "tiny-phi3": _TINY

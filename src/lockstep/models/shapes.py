@@ -89,14 +89,16 @@ def fill_parameters(
 
 def fill(name: str, parameter: Tensor, *, seed: int, config: PretrainedConfig) -> None:
     """Draw one Parameter: matrices and biases N(0, initializer_range), a scalar head N(0, head_std); norm
-    weights around what acts as 1."""
+    weights around what acts as 1; and what its record says."""
     # Not hash(): Python salts that of strings in each process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    if "norm" in name:
-        # Gemma multiplies by 1 + weight, everybody else by weight.
-        record = architecture_of(config)
-        centre = 1.0 if record is None else record.norm_centre
+    record = architecture_of(config)
+    own = () if record is None else record.drawn_around.items()
+    centre = next((value for end, value in own if name.endswith(end)), None)
+    if "norm" in name or centre is not None:
+        if centre is None:  # Gemma multiplies by 1 + weight, everybody else by weight.
+            centre = 1.0 if record is None else record.norm_centre
         parameter.normal_(centre, 0.1, generator=generator)
     else:
         std = head_std(config) if name == SCORE_WEIGHT else config.initializer_range
@@ -134,7 +136,9 @@ def attention_flops(config: Any) -> float:
     """FLOPs of causal attention, forward and backward, over the squared length of a document: the 3 A of
     `training_flops`."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 3.0 * 2.0 * float(config.num_attention_heads * head_dim * config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = sum(kind != "linear_attention" for kind in kinds)  # a delta net's are linear in the length
+    return 3.0 * 2.0 * float(config.num_attention_heads * head_dim * layers)
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -36,6 +36,7 @@ from lockstep.models.architectures import causal_lm, hf_config
 from lockstep.models.folder import check_fit, tensor_files, weight_errors
 from lockstep.models.heads import SCORE_WEIGHT, HeadKind, auto_class, scalar_head
 from lockstep.models.published import BLOCKS, SCALES, from_mxfp4, published_pieces
+from lockstep.models.wrapper import PREFIX as WRAPPED
 from lockstep.observe.files import cache_root
 from lockstep.observe.tensor_file import save_tensors
 
@@ -220,7 +221,8 @@ class FolderSource:
         self._check(module)
         pieces = {name for rows in self._pieces.values() for names in rows for name in names}
         more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)} - unused - pieces
-        if more and config.num_layers is None:
+        whole = not any(name.startswith(WRAPPED) for name in files)  # else exports keep what is left
+        if more and whole and config.num_layers is None:
             log.warning("%s: the architecture does not use these weights: %s", folder, sorted(more)[:5])
 
     def read(self, name: str, *, device: torch.device) -> Tensor:
@@ -238,7 +240,11 @@ class FolderSource:
     def _pieces_in_files(self, module: nn.Module, files: Mapping[str, Path]) -> dict[str, list[list[str]]]:
         """The Parameters that are put together from several tensors; renamed ones get their place."""
         pieces: dict[str, list[list[str]]] = {}
+        base = causal_lm(module).base_model_prefix + "."
+        wrapped = any(name.startswith(WRAPPED) for name in files)
         for name, rows in published_pieces(module).items():
+            if wrapped:
+                rows = [[WRAPPED + one.removeprefix(base) for one in row] for row in rows]
             names = [published for row in rows for published in row]
             if name in self._place or not files.keys() >= {*names}:
                 continue
@@ -355,15 +361,18 @@ def fill_from(module: nn.Module, source: WeightSource, *, device: torch.device) 
 def _names_in_files(module: nn.Module, files: Mapping[str, Path]) -> dict[str, tuple[str, Path]]:
     """Parameter name -> (name in its file, file), for those that are there.
 
-    A checkpoint of the bare decoder has no "model." in front. A tied Parameter may be stored under any of
-    its names.
+    A checkpoint of the bare decoder has no "model." in front, one of a wrapper more than that. A tied
+    Parameter may be stored under any of its names.
     """
     base = causal_lm(module).base_model_prefix + "."
+    wrapped = any(name.startswith(WRAPPED) for name in files)
     with_base = any(name.startswith(base) for name in files)
     known = aliases(module)
 
     def stored(name: str) -> tuple[str, Path] | None:
         stored = name if with_base else name.removeprefix(base)
+        if wrapped and name.startswith(base):
+            stored = WRAPPED + name.removeprefix(base)
         return (stored, files[stored]) if stored in files else None
 
     own: dict[str, Any] = {name: stored(name) for name in known}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.embedded import EmbeddedEngine, EndedSample, Sample
-from lockstep.engine.hf.kv_cache import Decode, Prefill, SampleCache, Skeleton, move
+from lockstep.engine.hf.kv_cache import Decode, Prefill, SampleCache, Skeleton
 from lockstep.engine.sampling import Sampler
 from lockstep.engine.streaming import Ending, OnToken, Turn
 from lockstep.models.load import LoadedModel
@@ -203,6 +203,8 @@ class Generation:
         )
         self._prefill(new)
         self._groups += new
+        slot_of = {id(group): slot for slot, group in enumerate(self._groups)}
+        self._cache.start(len(self._rows), [slot_of[id(row.group)] for row in admitted])
         # None: a prompt lost it while samples waited for it, and stack raises
         hidden = torch.stack([row.group.hidden for row in admitted])  # type: ignore[misc]
         self._rows += admitted
@@ -295,7 +297,7 @@ class Generation:
         moves, kept = _closing_moves([row.done for row in self._rows])
         if kept < len(self._rows):
             used = max(self._counts, default=0)
-            move(self._cache.completions, moves, used=used)
+            self._cache.move_rows(moves, used=used)
             for source, target in moves:
                 self._rows[target], self._counts[target] = self._rows[source], self._counts[source]
                 self._last[target] = self._last[source]
@@ -305,7 +307,7 @@ class Generation:
         moves, kept = _closing_moves([not group.running and not group.waiting for group in self._groups])
         if kept < len(self._groups):
             used = max((self._groups[m[0]].length for m in moves), default=0)
-            move(self._cache.prompts, moves, used=used)
+            self._cache.move_prompts(moves, used=used)
             for source, target in moves:
                 self._groups[target] = self._groups[source]
             del self._groups[kept:]

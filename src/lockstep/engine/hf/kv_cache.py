@@ -5,6 +5,9 @@ Two stores per layer, both preallocated and written in place:
     prompts      [P, K, A, H]    one entry per prompt, computed once, read by all its samples
     completions  [R, K, S, H]    one entry per running sample, appended to at every step
 
+A layer with a gated delta net has states instead, of one size whatever the length: one entry per prompt,
+which its samples begin with, and one per running sample, replaced at every step.
+
 A decode step attends from each sample's one query to both stores and merges the two results by their
 log-sum-exps (exact; the split of FlashAttention, Dao et al. 2022, and of cascade attention). R running
 samples, P prompts in use, M samples per prompt at most, A and S allocated lengths, N query heads, K key/value
@@ -26,6 +29,7 @@ from transformers.cache_utils import Cache
 from lockstep.attention.sdpa import dense
 from lockstep.attention.sinks import with_sinks
 from lockstep.models.architectures import causal_lm
+from lockstep.models.delta_net import DeltaNet
 from lockstep.models.heads import head_of
 from lockstep.models.load import share_parameters
 from lockstep.ops.masks import band
@@ -74,15 +78,19 @@ class Decode:
 
 class SampleCache(Cache):
     """A transformers cache of two stores, a pair of tensors per layer each; `plan` describes the forward that
-    calls `update`."""
+    calls `update`, or `recur` where the layer has states."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.plan: Prefill | Decode | None = None
-        self.prompts: list[tuple[Tensor, Tensor]] = []
-        """Keys and values [P_cap, K, A, H]."""
-        self.completions: list[tuple[Tensor, Tensor]] = []
+        self.prompts: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values [P_cap, K, A, H], by layer."""
+        self.completions: dict[int, tuple[Tensor, Tensor]] = {}
         """Keys and values [R_cap, K, S, H]."""
+        self.prompt_states: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of `DeltaNet.go_on`: [P_cap, W - 1, C] and [P_cap, M, H, D], by layer."""
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+        """The same of running samples, [R_cap, ...]."""
         self._sizes = (0, 0, 0, 0)
 
     def reserve(self, *, prompts: int, prompt_length: int, rows: int, length: int) -> None:
@@ -100,8 +108,11 @@ class SampleCache(Cache):
             return
         self._sizes = (new[0], new[1], new[2], new[3])
         for store, shape in ((self.prompts, new[:2]), (self.completions, new[2:])):
-            for layer, (keys, values) in enumerate(store):
+            for layer, (keys, values) in store.items():
                 store[layer] = (_resized(keys, *shape), _resized(values, *shape))
+        for states, entries in ((self.prompt_states, new[0]), (self.states, new[2])):
+            for layer, (before, state) in states.items():
+                states[layer] = (_with_entries(before, entries), _with_entries(state, entries))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -109,11 +120,11 @@ class SampleCache(Cache):
         """Stores [1, K, T, H] new keys and values and returns them; attention reads the stores itself."""
         # In the first forward, as only the layer's own keys say
         # how many heads it has, their size and their dtype.
-        if layer_idx == len(self.prompts):
+        if layer_idx not in self.prompts:
             for layers, sizes in ((self.prompts, self._sizes[:2]), (self.completions, self._sizes[2:])):
                 shape = (sizes[0], key_states.shape[1], sizes[1], key_states.shape[3])
                 # zeros: NaN would pass a mask
-                layers.append((key_states.new_zeros(shape), value_states.new_zeros(shape)))
+                layers[layer_idx] = (key_states.new_zeros(shape), value_states.new_zeros(shape))
         if isinstance(self.plan, Prefill):
             start = 0
             for length, slot in zip(self.plan.lengths, self.plan.slots, strict=True):
@@ -131,18 +142,61 @@ class SampleCache(Cache):
                     store[index, :, self.plan.counts] = new_RKH
         return key_states, value_states
 
+    def recur(self, part: DeltaNet, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """See lockstep.models.delta_net.StateCache."""
+        layer: int = part.layer_idx
+        if isinstance(self.plan, Prefill):
+            outs, start = [], 0
+            for length, slot in zip(self.plan.lengths, self.plan.slots, strict=True):
+                span = slice(start, start + length)
+                start += length
+                out, before, state = part.begin(mixed[span], decay[span], beta[span])
+                outs.append(out)
+                if layer not in self.prompt_states:  # sizes as in `update`
+                    prompts, rows = self._sizes[0], self._sizes[2]
+                    for stores, entries in ((self.prompt_states, prompts), (self.states, rows)):
+                        sizes = (entries, *before.shape), (entries, *state.shape)
+                        stores[layer] = before.new_zeros(sizes[0]), state.new_zeros(sizes[1])
+                _put(self.prompt_states[layer], slot, before, state)
+            return torch.cat(outs)
+        used = slice(mixed.shape[0])
+        before, state = self.states[layer]
+        out, before, state = part.go_on(mixed, decay, beta, before[used], state[used])
+        _put(self.states[layer], used, before, state)
+        return out
+
+    def start(self, first: int, slots: Sequence[int]) -> None:
+        """Let the rows from `first` on begin with the states of the prompts in `slots`."""
+        for layer, stores in self.states.items():
+            for store, prompts in zip(stores, self.prompt_states[layer], strict=True):
+                store[first : first + len(slots)] = prompts[torch.tensor(slots, device=prompts.device)]
+
+    def move_prompts(self, moves: Sequence[tuple[int, int]], *, used: int) -> None:
+        """Copy prompts over others: (source, target) each, their first `used` tokens."""
+        _move(self.prompts, moves, used=used)
+        _move(self.prompt_states, moves)
+
+    def move_rows(self, moves: Sequence[tuple[int, int]], *, used: int) -> None:
+        """The same of running samples, and their completions' tokens."""
+        _move(self.completions, moves, used=used)
+        _move(self.states, moves)
+
     def clear(self) -> None:
         """Free the memory."""
-        self.prompts.clear()
-        self.completions.clear()
+        for store in self._stores:
+            store.clear()
         self._sizes = (0, 0, 0, 0)
         self.plan = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated now."""
-        stores = (*self.prompts, *self.completions)
-        return sum(t.numel() * t.element_size() for pair in stores for t in pair)
+        pairs = (pair for store in self._stores for pair in store.values())
+        return sum(t.numel() * t.element_size() for pair in pairs for t in pair)
+
+    @property
+    def _stores(self) -> tuple[dict[int, tuple[Tensor, Tensor]], ...]:
+        return self.prompts, self.completions, self.prompt_states, self.states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions are always passed in, so transformers need not count."""
@@ -190,17 +244,28 @@ def _resized(old: Tensor, entries: int, tokens: int) -> Tensor:
     return new
 
 
-def move(stores: list[tuple[Tensor, Tensor]], moves: Sequence[tuple[int, int]], *, used: int) -> None:
-    """Copy entries over others in every layer of a store, their first `used` tokens.
+def _put(store: tuple[Tensor, Tensor], at: int | slice, before: Tensor, state: Tensor) -> None:
+    store[0][at], store[1][at] = before, state
 
-    Args:
-        moves: (source, target) each.
-    """
+
+def _with_entries(old: Tensor, entries: int) -> Tensor:
+    new = old.new_zeros(entries, *old.shape[1:])
+    new[: old.shape[0]] = old
+    return new
+
+
+def _move(
+    stores: dict[int, tuple[Tensor, Tensor]], moves: Sequence[tuple[int, int]], *, used: int | None = None
+) -> None:
+    """Copy entries over others in every layer; `used`: their first tokens only."""
     if not moves:
         return
-    for tensor in (tensor for pair in stores for tensor in pair):
+    for tensor in (tensor for pair in stores.values() for tensor in pair):
         source, target = torch.tensor(moves, device=tensor.device).unbind(1)
-        tensor[target, :, :used] = tensor[source, :, :used]
+        if used is None:
+            tensor[target] = tensor[source]
+        else:
+            tensor[target, :, :used] = tensor[source, :, :used]
 
 
 def register_attention() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, ModelError
+from lockstep.invariant.forms import GatedDeltaNet
 from lockstep.models.architectures.record import SIZES
 from lockstep.models.architectures.registry import ARCHITECTURES
 
@@ -25,6 +26,7 @@ BOUNDED = frozenset({"longrope", "dynamic"})
 """Those whose frequencies change for the whole batch once a document of it is longer than a length, up to
 which they are the same for every document: `max_positions`."""
 _LAYER_KINDS = ("full_attention", "sliding_attention")
+_DELTA_NET = "linear_attention"
 
 
 def check_architecture(config: Any) -> None:
@@ -72,8 +74,12 @@ def _check_options(config: Any) -> None:
             why = "a run samples and trains with the same model, without noise; set it to 0.0"
             raise _unsupported(f"{name} = {noise}", why)
     kinds = option(config, "layer_types") or ()
-    if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
-        raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(_LAYER_KINDS)}")
+    record = ARCHITECTURES.get(config.model_type)
+    forms = () if record is None else record.forms.values()
+    has_form = any(isinstance(form, GatedDeltaNet) for form in forms)
+    known = (*_LAYER_KINDS, _DELTA_NET) if has_form else _LAYER_KINDS
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise _unsupported(f"{unknown[0]!r} in layer_types", f"supported: {', '.join(known)}")
 
 
 def unknown_options(config: Any) -> dict[str, Any]:
@@ -217,6 +223,11 @@ def kv_heads(config: Any) -> int:
 def is_moe(config: Any) -> bool:
     """Return whether a text config is of a model with experts."""
     return option(config, "num_experts_per_tok") is not None
+
+
+def has_delta_nets(config: Any) -> bool:
+    """Return whether a text config is of a model with gated delta nets among its layers."""
+    return _DELTA_NET in (option(config, "layer_types") or ())
 
 
 def foreign_options(config: Any) -> dict[str, Any]:

@@ -72,6 +72,40 @@ EXPERTS = frozenset(
 """Those of a mixture of experts, besides the number and sizes of experts."""
 _MOST_EXPERTS, _MOST_CHOSEN, _WIDTH = 8, 4, 32
 
+DELTA_NET = frozenset(
+    {
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    }
+)
+"""Those of gated delta nets."""
+DELTA_NET_CENTRES: Mapping[str, float] = {
+    "linear_attn.norm.weight": 1.0,
+    "linear_attn.dt_bias": 1.0,
+    "linear_attn.conv1d.weight": 0.5,
+}
+"""`drawn_around` of the families whose other norms are centred at 0."""
+_MOST_STATE = 16
+
+
+def shrink_delta_net(config: Any) -> None:
+    """Keep at most two key heads, with the same number of value heads for each, up to four, all of size 16 at
+    most."""
+    group = config.linear_num_value_heads // config.linear_num_key_heads
+    config.linear_num_key_heads = min(config.linear_num_key_heads, 2)
+    config.linear_num_value_heads = config.linear_num_key_heads * min(group, 4)
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        setattr(config, name, min(getattr(config, name), _MOST_STATE))
+
+
+def shrink_delta_net_and_experts(config: Any) -> None:
+    """Both."""
+    shrink_delta_net(config)
+    shrink_experts(config)
+
 
 def shrink_experts(config: Any) -> None:
     """Keep at most 8 experts, 4 of them for a token, and the kinds of layers that the config has."""
@@ -116,6 +150,9 @@ class Architecture:
     """The last parts of a module's path -> how its Parameters are split. Empty: train.tp is refused."""
     norm_centre: float = 1.0
     """The norm weight that leaves its input unscaled; random models are drawn around it."""
+    drawn_around: Mapping[str, float] = field(default_factory=dict)
+    """End of a Parameter's name -> what random models draw it around, where that is neither `norm_centre` for
+    a norm nor 0."""
     logit_scale: Callable[[Any], float] = _one
     """config -> what logits are multiplied by. A soft cap is the key final_logit_softcapping."""
     attention_linears: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -124,6 +161,9 @@ class Architecture:
     """Names of those of the MLP and of shared experts; other experts have none."""
     embedding_scale: Callable[[Any], float] = _one
     """config -> what the decoder multiplies embeddings by, outside of its embedding module."""
+    wrapper: str = ""
+    """The model_type of published multimodal folders whose text part is this model, with the weights of its
+    decoder under `lockstep.models.wrapper.PREFIX`."""
     dequantised: frozenset[str] = frozenset()
     """The `quant_method` of published folders whose weights are dequantised when they are loaded."""
     shrink: Callable[[Any], None] = _nothing
