@@ -390,7 +390,9 @@ def _documents(groups: Iterable[RolloutGroup]) -> Iterable[Mapping[str, Any]]:
                     "finish_reason": rollout.trajectory.finish_reason,
                     "seed": rollout.trajectory.seed,
                     "spans": [
-                        [span.policy_version, len(span.token_ids)] for span in spans if span.author == "policy"
+                        [span.policy_version, len(span.token_ids)]
+                        for span in spans
+                        if span.author == "policy"
                     ],
                 }
 

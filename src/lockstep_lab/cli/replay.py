@@ -102,8 +102,7 @@ def _work_flags(work: Flags) -> None:
     work.on_off("--backward", "compute gradients", default=True)
     work.switch(
         "--versions",
-        "instead of the recorded results, check each logprob that the engine reported, under the version of the "
-        "policy that sampled the token",
+        "check the logprobs that the engine reported, each under the version of the policy that sampled it",
     )
     work.switch("--optimizer-step", "take a real optimizer step after each input, which changes the weights")
     work.value("--warmup", count, "run N inputs first without measuring them", 0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,14 @@ from lockstep.train import BACKENDS
 from lockstep_lab.replay.buckets import plan_buckets, select_inputs
 from lockstep_lab.replay.cell import ReplayOptions, check_cell
 from lockstep_lab.replay.losses import token_loss
-from lockstep_lab.replay.policy import Policy, ReplayBackend, check_usable, model_config, model_head, model_size
+from lockstep_lab.replay.policy import (
+    Policy,
+    ReplayBackend,
+    check_usable,
+    model_config,
+    model_head,
+    model_size,
+)
 from lockstep_lab.suite.machine import versions
 
 if TYPE_CHECKING:
@@ -88,8 +95,8 @@ class VersionsResult:
     def verdict(self) -> str:
         """The last line of the command."""
         text = (
-            f"versions: {self.samples} samples, {self.spans} spans of {len(self.versions)} versions: logprobs "
-            f"within {self.max_difference:.3g} nats of what the engine reported"
+            f"versions: {self.samples} samples, {self.spans} spans of {len(self.versions)} versions: "
+            f"logprobs within {self.max_difference:.3g} nats of what the engine reported"
         )
         if not self.num_differences:
             return f"{text}, bit for bit"
@@ -106,8 +113,7 @@ class VersionsResult:
 def check_versions(
     recording: Recording, options: ReplayOptions, *, say: Callable[[str], None] = lambda line: None
 ) -> VersionsResult:
-    """Compare every logprob of every span of the selected inputs with the one that the version that sampled it
-    gives.
+    """Compare every logprob of the selected inputs with what the version that sampled the token gives.
 
     Args:
         say: called with a line about each version.
@@ -181,7 +187,7 @@ def _written(value: Any, index: int, number: int, *, tokens: int) -> list[tuple[
     where = f"input {index}, document {number}"
     if value is None:
         raise RecordingError(
-            f"missing-field: {where}: it is not recorded which version of the policy wrote which of its tokens; "
+            f"missing-field: {where}: it is not recorded which version of the policy wrote which token; "
             "record the run with this version of Lockstep, with rollouts of its own"
         )
     good = isinstance(value, list) and all(
@@ -244,7 +250,7 @@ def _check_options(recording: Recording, options: ReplayOptions) -> None:
     for flags, given in changes.items():
         if given:
             raise ConfigError(
-                f"contradiction: --versions compares with weights of the run, in one process; leave {flags} out"
+                f"contradiction: --versions needs the weights of the run, in one process; leave {flags} out"
             )
     if recording.header.role != "policy" or recording.header.has_scores:
         raise RecordingError(
@@ -276,7 +282,7 @@ class _Trainer(Policy):
 
 
 class VersionWeights:
-    """A policy that gets the weights of one version after the other: those that are stored, and for the others
+    """A policy that gets the weights of one version after the other: those that are stored, and else
     those of an earlier version after the recorded updates.
 
     Raises:
@@ -289,7 +295,7 @@ class VersionWeights:
         self._updates: dict[int, list[int]] = defaultdict(list)
         for index, meta in enumerate(recording.metas):
             self._updates[meta.update].append(index)
-        self._first = {}
+        self._first: dict[int, InputMeta] = {}
         for meta in recording.metas:
             self._first.setdefault(meta.step, meta)
         self._stored = {version: self._find(version) for version in versions}
@@ -374,8 +380,8 @@ class VersionWeights:
         axes = self.recording.header.axes
         if axes.get("backend") != "local" or self.recording.header.world_size > 1:
             raise RecordingError(
-                f"unsupported-combination: version {self.missing[0]} of the policy is not stored, and updates "
-                "are repeated only for a run of train.backend = 'local' on one rank; record with "
+                f"unsupported-combination: version {self.missing[0]} of the policy is not stored, and "
+                "updates are repeated only for a run of train.backend = 'local' on one rank; record with "
                 "--record-weights 'every 1'"
             )
         cell = self.options.cell
@@ -402,7 +408,7 @@ class VersionWeights:
             position = version
 
     def _start(self, version: int) -> int:
-        """The latest version not after this one that has all that updates depend on: 0, or of a checkpoint."""
+        """The latest version up to this one that updates can go on from: 0, or of a checkpoint."""
         steps = [step for step, _ in self._checkpoints() if step <= version]
         if steps:
             return max(steps)
@@ -417,8 +423,8 @@ class VersionWeights:
                 f"{path}, which lacks {lacks[0]}: the optimizer's state is missing"
             )
         raise RecordingError(
-            f"missing-setting: version {version} of the policy is not stored, and there is nothing to make it "
-            f"from: step 0 was not recorded, and {folder} has no checkpoint with the optimizer's state of "
+            f"missing-setting: version {version} of the policy is not stored, and there is nothing to make "
+            f"it from: step 0 was not recorded, and {folder} has no checkpoint with the optimizer's state of "
             f"step {version} or earlier; record with --record-weights 'every 1', or keep checkpoints "
             "(checkpoint.every, checkpoint.keep_last)"
         )
@@ -485,7 +491,7 @@ class VersionWeights:
         found = self._fingerprint()
         if meta.weights is not None and meta.weights != found:
             raise RecordingError(
-                f"hash-differs: repeating the updates of step {meta.step} (version {meta.step} of the policy) "
+                f"hash-differs: repeating the updates of step {meta.step} (from version {meta.step}) "
                 f"gives the weights {found} before update {meta.update}, but {meta.weights} was recorded"
             )
 
