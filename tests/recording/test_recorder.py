@@ -328,6 +328,7 @@ def test_documents_go_with_their_sample_ids(case: Case) -> None:
         "rewards": {"a": 0.125, "kl": -1.0},
         "finish_reason": "stop",
         "seed": 2**62 + 1,
+        "spans": [[0, 2]],
     }
 
 

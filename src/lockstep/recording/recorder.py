@@ -381,7 +381,7 @@ def _documents(groups: Iterable[RolloutGroup]) -> Iterable[Mapping[str, Any]]:
     """One per document of each rollout, in the order of sample ids. JSON values."""
     for group in groups:
         for number, rollout in enumerate(group.rollouts):
-            for _ in rollout.trajectory.parts:
+            for spans in rollout.trajectory.parts:
                 yield {
                     "prompt_index": group.prompt.index,
                     "sample": number,
@@ -389,6 +389,11 @@ def _documents(groups: Iterable[RolloutGroup]) -> Iterable[Mapping[str, Any]]:
                     "rewards": {name: float(value) for name, value in rollout.rewards.items()},
                     "finish_reason": rollout.trajectory.finish_reason,
                     "seed": rollout.trajectory.seed,
+                    "spans": [
+                        [span.policy_version, len(span.token_ids)]
+                        for span in spans
+                        if span.author == "policy"
+                    ],
                 }
 
 

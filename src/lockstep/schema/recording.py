@@ -68,7 +68,8 @@ class InputMeta:
     error: str | None = None
     documents: tuple[Mapping[str, Any], ...] = ()
     """Further facts about each real document, in the order of sample_ids: reward, rewards by name,
-    prompt_index, finish_reason, ...; may be empty."""
+    prompt_index, finish_reason, ...; may be empty. spans: [version of the policy, tokens] of each of its
+    spans, in order."""
 
     @property
     def key(self) -> InputKey:

@@ -100,6 +100,10 @@ def _cell_flags(cell: Flags) -> None:
 def _work_flags(work: Flags) -> None:
     work.choice("--loss", ["recorded", "logprob-sum", "cross-entropy"], default="recorded")
     work.on_off("--backward", "compute gradients", default=True)
+    work.switch(
+        "--versions",
+        "check the logprobs that the engine reported, each under the version of the policy that sampled it",
+    )
     work.switch("--optimizer-step", "take a real optimizer step after each input, which changes the weights")
     work.value("--warmup", count, "run N inputs first without measuring them", 0)
     work.value("--timeout", seconds, "end the replay if an input takes longer, also during the warm-up")
@@ -132,6 +136,8 @@ def main(argv: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") == "0":  # other ranks come when rank 0 has begun to write there
         check_fresh(out)
     recording, options = open_options(args)
+    if args.versions:
+        return _versions(args, recording, options, out)
     several = on_ranks(args, os.environ)
     if several and in_launcher():
         return _as_rank(args, recording, options, out)
@@ -142,6 +148,25 @@ def main(argv: Sequence[str]) -> int:
     from lockstep_lab.replay.run import replay
 
     return _shown(args, out, partial(replay_simulated if several else replay, recording, options))
+
+
+def _versions(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
+    """Check the logprobs of every version; 1 where some differ that must not."""
+    from lockstep.models.architectures import silence_transformers
+    from lockstep_lab.replay.results import ReplayFiles
+    from lockstep_lab.replay.versions import check_versions
+
+    files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
+    try:
+        with silence_transformers():
+            result = check_versions(recording, options, say=files.line)
+        files.summary(result.summary(), copy=args.json)
+        files.line(f"results: {out}")
+        files.line(result.verdict, show=False)
+        echo(result.verdict)
+        return 0 if result.ok else 1
+    finally:
+        files.close()
 
 
 def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:

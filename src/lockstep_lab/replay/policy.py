@@ -264,6 +264,11 @@ class Policy:
             self._load_weights_of(meta)
         return self.match(meta)
 
+    def adopt(self, module: nn.Module) -> None:
+        """Copy the weights of a module of the same architecture, until `use` loads others."""
+        self._copy(module)
+        self.fingerprint, self._checkpoint = self._fingerprint(module), None
+
     def weights_of(self, meta: InputMeta) -> str:
         """An id of the weights that `use` loads for this input; inputs with equal ids share weights."""
         stored = None if self._fixed else self._stored(meta)
