@@ -220,6 +220,7 @@ class Rollouts:
                 rollout=config.rollout,
                 run_seed=config.seed,
                 steps=config.steps,
+                waits=config.train.deterministic,
                 background=config.engine.process == "separate" and not config.engine.offloads,
             )
             engine.before_load = self._cut
@@ -307,4 +308,5 @@ def journal_of(
         rank=ranks.rank,
         checkpoints=folder.checkpoints,
         keep=2 * config.checkpoint.every + 1,  # the last save may not have ended
+        lag=config.rollout.max_lag,
     )
