@@ -196,9 +196,7 @@ class RecordedInstance:
             await host.enter()
         finally:
             sample.queued = False
-        instance = await host.open(
-            self._task.row, seed=sample.seed, where=where, state=state, has_room=True
-        )
+        instance = await host.open(self._task.row, seed=sample.seed, where=where, state=state, has_room=True)
         try:
             for ask in self._past if self._repeats else ():
                 await ask(instance)

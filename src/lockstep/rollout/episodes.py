@@ -569,6 +569,7 @@ class _Run:
             )
         else:
             sampler.close()
+            episode.before = None  # all of it was repeated
             self._end(episode)
 
     def _fail(self, error: BaseException) -> None:
