@@ -181,10 +181,10 @@ class PartialRollouts:
             if place[0] == step and not group.pending(environment):
                 scores.add(own.index(place), (group.task, [one for one in group.samples if one is not None]))
 
-        for place in own:
-            score(place)
         running = [(place, working[place].pending(environment)) for place in sorted(working)]
         running = [(place, samples) for place, samples in running if samples]
+        for place in own:  # from here on the environment may forget what it has scored
+            score(place)
 
         def on_end(number: int, index: int, trajectory: Trajectory) -> None:
             nonlocal left
