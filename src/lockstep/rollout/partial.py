@@ -27,6 +27,7 @@ from lockstep.config.rollout import RolloutConfig
 from lockstep.errors import CheckpointError, EngineError
 from lockstep.protocols.engine import cuts_at_borders
 from lockstep.rollout.background import Background
+from lockstep.rollout.environment import Environment
 from lockstep.rollout.episodes import Begun, at_once, run_episodes
 from lockstep.rollout.sampler import GroupSampler, SampledStep, SampleKey, trajectory_rules
 from lockstep.rollout.score_stream import ScoreStream
@@ -48,15 +49,29 @@ class _Group:
     samples: list[Trajectory | None]
     """As far as they have come; None: not begun."""
 
-    def pending(self) -> list[int]:
-        """The samples that are not at their end."""
-        return [i for i, one in enumerate(self.samples) if one is None or one.finish_reason == "abort"]
+    def pending(self, environment: Environment) -> list[int]:
+        """The samples that are not at their end, or whose end this process was not told by its environment."""
+
+        def has_ended(one: Trajectory | None) -> bool:
+            return one is not None and one.finish_reason != "abort" and environment.can_score(one)
+
+        return [i for i, one in enumerate(self.samples) if not has_ended(one)]
 
     def task_of(self, samples: Sequence[int]) -> tuple[Prompt, Sequence[int], Sequence[Begun]]:
         """What `run_episodes` samples of these."""
-        written = [self.samples[i] for i in samples]
-        begun = [() if one is None else one.begun for one in written]
-        return self.task, [self.seeds[i] for i in samples], begun
+        return self.task, [self.seeds[i] for i in samples], [self.samples[i] for i in samples]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """When samples that are not of the step are cut off."""
+
+    background: bool = False
+    """The engine goes on while the trainer works; it must be in another process."""
+    slots: int | None = None
+    """Of logical time, under rollout.schedule = "fixed"; else None."""
+    waits: bool = False
+    """See run_episodes."""
 
 
 class PartialRollouts:
@@ -65,11 +80,10 @@ class PartialRollouts:
 
     Args:
         steps: of the run; no task beyond them is begun.
-        background: whether the engine goes on while the trainer works; it must be in another process.
-        slots: of logical time, under rollout.schedule = "fixed"; else None.
+        schedule: when samples are cut off.
 
     Raises:
-        EngineError: the engine cannot go on with samples, or the environment has several turns.
+        EngineError: the engine or the environment cannot go on with samples.
     """
 
     def __init__(
@@ -79,8 +93,7 @@ class PartialRollouts:
         rollout: RolloutConfig,
         run_seed: int,
         steps: int,
-        background: bool = False,
-        slots: int | None = None,
+        schedule: Schedule = Schedule(),
     ) -> None:
         engine = sampler.engine
         if not getattr(engine, "partial_rollouts", False):
@@ -90,21 +103,21 @@ class PartialRollouts:
                 "'native', or rollout.max_lag = 0",
                 setting="rollout.max_lag",
             )
-        if not sampler.environment.takes_one_turn:
+        if not sampler.environment.goes_on:
             raise EngineError(
-                f"unsupported-combination: rollout.max_lag = {rollout.max_lag} with an environment of "
-                f"several turns ({type(sampler.environment).__name__}), whose tools do not outlive a step; "
-                "set rollout.max_lag = 0",
+                f"unsupported-combination: rollout.max_lag = {rollout.max_lag} with environment "
+                f"{type(sampler.environment).__name__}, which does not say that a trajectory may be cut off "
+                "and go on; let its `goes_on` be true (see lockstep.rollout.environment.Environment), or set "
+                "rollout.max_lag = 0",
                 setting="rollout.max_lag",
             )
-        if slots is not None and not cuts_at_borders(engine):
+        if schedule.slots is not None and not cuts_at_borders(engine):
             raise EngineError(
                 "unsupported-combination: rollout.schedule = 'fixed' needs an engine that cuts samples off "
                 f"where logical time says, and {type(engine).__name__} does not; set engine.name = 'native', "
                 "or rollout.schedule = 'free'",
                 setting="rollout.schedule",
             )
-        self._slots = slots
         self._sampler, self._rollout, self._run_seed, self._steps = sampler, rollout, run_seed, steps
         self._rules = trajectory_rules(rollout)
         self._tasks: dict[int, list[Prompt]] = {}
@@ -112,7 +125,7 @@ class PartialRollouts:
         self._sampled: dict[Place, _Group] | None = None
         """What is open after the step that was sampled last, until `commit`."""
         self._restored: list[SentShare] = []
-        self.background = background
+        self.background, self._waits, self._slots = schedule.background, schedule.waits, schedule.slots
         self._running: Background | None = None
         """What the engine samples while the trainer works."""
 
@@ -188,18 +201,18 @@ class PartialRollouts:
         if sampler.is_cancelled():
             return Share(aborted=True)
         scores = ScoreStream(environment.score, on_failure=engine.abort)
-        left = sum(len(working[place].pending()) for place in own)
+        left = sum(len(working[place].pending(environment)) for place in own)
         total = sum(len(working[place].samples) for place in own)
 
         def score(place: Place) -> None:
             group = working[place]
-            if place[0] == step and not group.pending():
+            if place[0] == step and not group.pending(environment):
                 scores.add(own.index(place), (group.task, [one for one in group.samples if one is not None]))
 
-        for place in own:
-            score(place)
-        running = [(place, working[place].pending()) for place in sorted(working)]
+        running = [(place, working[place].pending(environment)) for place in sorted(working)]
         running = [(place, samples) for place, samples in running if samples]
+        for place in own:  # from here on the environment may forget what it has scored
+            score(place)
 
         def on_end(number: int, index: int, trajectory: Trajectory) -> None:
             nonlocal left
@@ -219,7 +232,7 @@ class PartialRollouts:
                 background.enough.set()
 
         def ends() -> bool:
-            cut = background is not None and background.is_ending()
+            cut = not left if background is None else background.is_ending()
             return cut or scores.failed or sampler.is_cancelled()
 
         def sample() -> None:
@@ -233,6 +246,8 @@ class PartialRollouts:
                 rules=self._rules,
                 on_end=on_end,
                 stop=ends,
+                go_on=True,
+                waits=self._waits,
             )
 
         ahead = _tokens_after(step, working)
@@ -251,7 +266,10 @@ class PartialRollouts:
         if left and not scores.failed:
             scores.stop()
             return Share(aborted=True)
-        groups = [(working[at].task, [one for one in working[at].samples if one is not None]) for at in own]
+        groups = [
+            (working[at].task, [replace(one, ends=()) for one in working[at].samples if one is not None])
+            for at in own
+        ]
         if not groups:
             scores.stop()
             return Share()
