@@ -9,6 +9,7 @@ rows, so that nothing is downloaded. FILE has each command, its exit status, sec
 steps, and the recipes that cannot run here, with the reason.
 
 - gsm8k holds sums of one digit: 70 pairs to train on, 30 others to evaluate with.
+- sums.jsonl, for `sl_basic` before `rl_basic`, teaches the format of an answer by the pairs to train on.
 - wikitext is this repository's documentation.
 - MODEL `tiny` is two layers with random weights: it shows what runs, not what learns.
 """
@@ -46,6 +47,8 @@ class Recipe:
     module: str
     arguments: tuple[str, ...]
     timeout: float = 1800.0
+    after: str | None = None
+    """A recipe that runs before it, and whose last weights it begins with."""
 
 
 def _rl_loop(loss: str) -> Recipe:
@@ -61,9 +64,24 @@ _PAGES = (
     "max_trajectory_tokens=7000",
 )
 _TOOLS = (f"model_name={CHAT}", "renderer_name=qwen3_disable_thinking")
+_SUMS = "dataset_builder.common_config"
+_FORMAT = (
+    f"model_name={BASE}",
+    "dataset_builder=tinker_cookbook.supervised.data:FromConversationFileBuilder",
+    "dataset_builder.file_path=sums.jsonl",
+    f"{_SUMS}.model_name_for_tokenizer={BASE}",
+    f"{_SUMS}.renderer_name=role_colon",
+    f"{_SUMS}.max_length=128",
+    f"{_SUMS}.batch_size=8",
+    f"{_SUMS}.train_on_what=all_assistant_messages",
+)
+# The recipe gives its data set builder as a value, which the command line replaces only as a whole.
 _GSM8K = (
     f"model_name={BASE}",
     "loss_fn=importance_sampling",
+    "dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
+    f"dataset_builder.model_name_for_tokenizer={BASE}",
+    "dataset_builder.renderer_name=role_colon",
     "dataset_builder.batch_size=4",
     "dataset_builder.group_size=8",
     "dataset_builder.convo_prefix=None",
@@ -105,10 +123,13 @@ RECIPES: Mapping[str, Recipe] = {
             *_SMALL,
         ),
     ),
+    "sl_basic": Recipe(
+        "sl_basic", (*_FORMAT, "learning_rate=5e-4", "lora_rank=8", "eval_every=0", "max_steps=12")
+    ),
     "rl_basic": Recipe(
         "rl_basic",
-        (*_GSM8K, "max_tokens=12", "learning_rate=1e-3", "eval_every=10", "max_steps=41", "lora_rank=8"),
-        timeout=5400.0,
+        (*_GSM8K, "max_tokens=12", "learning_rate=3e-4", "eval_every=5", "max_steps=26", "lora_rank=8"),
+        after="sl_basic",
     ),
 }
 NOT_HERE: Mapping[str, str] = {
@@ -135,6 +156,13 @@ def write_inputs(work: Path, model: str) -> None:
     chance.shuffle(pairs)
     sums = {"train": pairs[:70] * 12, "test": pairs[70:] * 2}
     _dataset(work / "openai/gsm8k", "main", {s: map(_sum, rows) for s, rows in sums.items()})
+    ask = " Provide a numerical answer without units, written inside \\boxed{}."
+    turns = [(f"What is {a} + {b}?{ask}", f"\\boxed{{{a + b}}}") for a, b in sums["train"]]
+    talks = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": reply}]}
+        for q, reply in turns
+    ]
+    (work / "sums.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     words = ["river", "stone", "winter", "garden", "engine", "letter", "window", "bridge", "paper", "silver"]
     chats = [
         {
@@ -222,7 +250,8 @@ def run(name: str, recipe: Recipe, work: Path, environment: Mapping[str, str]) -
     logs = work / "logs" / name.replace(" ", "_")
     shutil.rmtree(logs, ignore_errors=True)
     module = f"tinker_cookbook.recipes.{recipe.module}"
-    command = [sys.executable, "-m", module, *recipe.arguments, f"log_path={logs}"]
+    begin = () if recipe.after is None else (f"load_checkpoint_path={_last_state(work, recipe.after)}",)
+    command = [sys.executable, "-m", module, *recipe.arguments, *begin, f"log_path={logs}"]
     started = time.monotonic()
     with (work / f"{logs.name}.out").open("wb") as out:
         try:
@@ -242,8 +271,16 @@ def run(name: str, recipe: Recipe, work: Path, environment: Mapping[str, str]) -
     steps = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     kept = [{k: v for k, v in step.items() if _kept(k)} for step in steps]
     seconds = round(time.monotonic() - started, 1)
-    shown = " ".join(["python", "-m", module, *recipe.arguments])
+    loaded = () if recipe.after is None else (f"load_checkpoint_path=STATE OF {recipe.after}",)
+    shown = " ".join(["python", "-m", module, *recipe.arguments, *loaded])
     return {"command": shown, "status": status, "seconds": seconds, "steps": kept}
+
+
+def _last_state(work: Path, name: str) -> str:
+    file = work / "logs" / name / "checkpoints.jsonl"
+    if not file.exists():
+        raise SystemExit(f"{file} does not exist: run {name} first, in the same --work")
+    return str(json.loads(file.read_text().splitlines()[-1])["state_path"])
 
 
 def _kept(name: str) -> bool:
