@@ -17,7 +17,15 @@ from scripted import save_scripted
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 sys.path.insert(0, str(ENVIRONMENTS))
 
-from test_journal import CALL, CONFIG, DRAWS, TEMPLATE, calls_of, metrics_of, weights_of
+from test_journal import (  # noqa: E402
+    CALL,
+    CONFIG,
+    DRAWS,
+    TEMPLATE,
+    calls_of,
+    metrics_of,
+    weights_of,
+)
 
 LAG, SAMPLES = 2, 4
 LAGGED = (

@@ -121,7 +121,7 @@ def test_windows_by_layer():
     assert layer_windows(LlamaConfig(num_hidden_layers=2)) == (None, None)
 
 
-WRAPPED = {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"}
+WRAPPED = {"image_token_id", "mm_tokens_per_image", "text_config", "video_token_id", "vision_config"}
 """Read by the multimodal wrapper in the same file."""
 
 

@@ -36,7 +36,7 @@ class RecordedInstance:
         self._key = key_of("" if journal is None else journal.run, host.target, sample.seed)
         self._first = self._key
         self._calls: dict[str, asyncio.Future[Entry]] = {}
-        """What was asked, by key: also what an earlier `run` of the trajectory had asked, which repeats it."""
+        """What was asked, by key: also what an earlier `run` of the trajectory asked, which repeats it."""
         self._tip = self._key
         """The key of the last call that the live instance was asked."""
         self._past: list[_Ask] = []
@@ -154,8 +154,8 @@ class RecordedInstance:
         return entry
 
     async def _awaited(self, call: asyncio.Future[Entry]) -> Entry:
-        """Await a call; when that is cancelled, wait for its end, so that a resumed run has its answer, unless
-        this run goes on with it."""
+        """Await a call; when that is cancelled, wait for its end, so that a resumed run has its answer,
+        unless this run goes on with it."""
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:

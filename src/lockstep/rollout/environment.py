@@ -134,8 +134,8 @@ class Sampler:
             turn.prefix is not None and asked != known.prompt_token_ids
         ):
             raise EngineError(
-                f"wrong-result: {self.task.where or 'a task'}: environment.run was called again to go on, and "
-                f"put {len(asked)} tokens before turn {known.turns} that are not those of the first time "
+                f"wrong-result: {self.task.where or 'a task'}: environment.run was called again to go on, "
+                f"and put {len(asked)} tokens before turn {known.turns} that are not those of the first time "
                 f"({context}); let it be a function of its turns, or set rollout.max_lag = 0"
             )
         self._limited = turn.limited

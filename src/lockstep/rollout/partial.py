@@ -50,7 +50,7 @@ class _Group:
     """As far as they have come; None: not begun."""
 
     def pending(self, environment: Environment) -> list[int]:
-        """The samples that are not at their end, or whose end this process was not told by its environment."""
+        """The samples that are not at their end, or whose end the environment has not seen in this process."""
 
         def has_ended(one: Trajectory | None) -> bool:
             return one is not None and one.finish_reason != "abort" and environment.can_score(one)
@@ -266,28 +266,36 @@ class PartialRollouts:
         if left and not scores.failed:
             scores.stop()
             return Share(aborted=True)
-        groups = [
-            (working[at].task, [replace(one, ends=()) for one in working[at].samples if one is not None])
-            for at in own
-        ]
-        if not groups:
-            scores.stop()
-            return Share()
-        share = sampler.scored(groups, scores, key=SampleKey(run_seed=self._run_seed, step=step))
         if self._slots is None:  # else the trainer may be late, and what is there depends on time
             ahead = _tokens_after(step, working)
-        counts = {**share.counts, "rollout/tokens_ahead": float(ahead)}
-        return replace(share, numbers=tuple(number for _, number in own), counts=counts)
+        share = self._scored(step, {place[1]: working[place] for place in own}, scores)
+        return replace(share, counts={**share.counts, "rollout/tokens_ahead": float(ahead)})
+
+    def _scored(self, step: int, groups: Mapping[int, _Group], scores: ScoreStream) -> Share:
+        """The groups of a step, by number, with their rewards."""
+        sampled = [
+            (group.task, [replace(one, ends=()) for one in group.samples if one is not None])
+            for group in groups.values()
+        ]
+        if not sampled:
+            scores.stop()
+            return Share()
+        share = self._sampler.scored(sampled, scores, key=SampleKey(run_seed=self._run_seed, step=step))
+        return replace(share, numbers=tuple(groups))
 
     def _border(self, step: int, working: Mapping[Place, _Group]) -> Border:
         """Where the samples are cut off under rollout.schedule = "fixed"."""
         assert self._slots is not None
         own = [group for place, group in working.items() if place[0] == step]
+        pending = [group.pending(self._sampler.environment) for group in own]
         ended = [
-            group.samples[i] for group in own for i in range(len(group.seeds)) if i not in group.pending()
+            one
+            for group, left in zip(own, pending, strict=True)
+            for i, one in enumerate(group.samples)
+            if i not in left
         ]
         return Border(
-            seeds=frozenset(group.seeds[i] for group in own for i in group.pending()),
+            seeds=frozenset(group.seeds[i] for group, left in zip(own, pending, strict=True) for i in left),
             tokens=sum(one.policy_tokens for one in ended if one is not None),
             slots=self._slots,
         )
