@@ -104,6 +104,21 @@ def test_clients_and_samplers_go_on_after_a_kill(server: Killable, user: Any) ->
     assert torch.equal(forward(unsaved, PROMPT), expected)
 
 
+def test_a_client_never_goes_on_from_what_another_saved_since(server: Killable, user: Any) -> None:
+    first = user.create_lora_training_client("tiny", rank=4, seed=1).result()
+    path = first.save_state("shared").result(SECONDS).path
+    second = user.create_training_client_from_state(path)
+    before = forward(second, PROMPT)
+    step(first, 0)
+    first.save_state("shared", overwrite=True).result(SECONDS)
+    assert torch.equal(forward(second, PROMPT), before)
+    server.restart()
+    with pytest.raises(tinker.RequestFailedError, match="was overwritten since"):
+        forward(second, PROMPT)
+    second.load_state_with_optimizer(path).result(SECONDS)
+    assert torch.equal(forward(second, PROMPT), forward(first, PROMPT))
+
+
 def test_a_request_that_is_sent_again_after_a_kill_does_not_train_again(server: Killable) -> None:
     body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
     key = {"X-Idempotency-Key": "one"}

@@ -192,7 +192,7 @@ def test_adapters_are_downloaded_as_peft_reads_them(served: Any, service: Any, t
     assert sorted(urls) == ["adapter_config.json", "adapter_model.safetensors"]
     for name, url in urls.items():
         urllib.request.urlretrieve(url, tmp_path / name)
-    for wrong in (url.replace(name, "about.json"), url.replace("/external/ada/", "/external/bob/")):
+    for wrong in (url.replace(name, "about.json"), url.replace("/others/", "/mine/")):
         with pytest.raises(urllib.error.HTTPError, match=r"40[14]"):
             urllib.request.urlopen(wrong)
     export_hf(served.bases[0].loaded.module, None, tmp_path / "base")
@@ -362,3 +362,12 @@ def test_a_request_of_a_session_that_has_ended_leaves_no_log_open(served: Any, t
     finally:
         service.worker.close()
     assert not service.store.folder(model_id).exists()
+
+
+def test_a_user_may_have_any_name(served: Any) -> None:
+    user = tinker.ServiceClient(base_url=served.url, api_key=served.tokens["group/../eve %"])
+    client = user.create_lora_training_client("tiny", rank=2, seed=1).result()
+    path = client.save_weights_external("hers").result(SECONDS).path
+    urls = user.create_rest_client().get_external_weights_urls(path).result().urls
+    with urllib.request.urlopen(urls["adapter_config.json"]) as answer:
+        assert json.loads(answer.read())["r"] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from serving import SECONDS, equal, tinker, types, weights
 
@@ -135,6 +136,21 @@ def test_chunks_of_a_call_never_change_bits(served: Any, service: Any) -> None:
     for client in (whole, split):
         client.optim_step(types.AdamParams(**ADAM)).result(SECONDS)
     assert equal(weights(served, whole, "whole"), weights(served, split, "split"))
+
+
+def test_a_call_that_fails_leaves_the_gradients_of_earlier_ones(served: Any, service: Any) -> None:
+    good, failed = (service.create_lora_training_client("tiny", rank=4, seed=7).result() for _ in range(2))
+    broken = datums(1)
+    # The last of two documents: the gradients of the first have been added by then.
+    broken[1].loss_fn_inputs["advantages"] = types.TensorData(data=[3e38] * 11, dtype="float32", shape=[11])
+    for client in (good, failed):
+        client.forward_backward(datums(0), "cispo").result(SECONDS)
+    with pytest.raises(tinker.RequestFailedError, match="finite"):
+        failed.forward_backward(broken, "cispo").result(SECONDS)
+    for client in (good, failed):
+        client.forward_backward(datums(2), "cispo")
+        client.optim_step(types.AdamParams(**ADAM)).result(SECONDS)
+    assert equal(weights(served, good, "good"), weights(served, failed, "failed"))
 
 
 def test_adapters_are_beside_the_linears_of_the_architecture() -> None:

@@ -44,6 +44,9 @@ def test_checkpoints_belong_to_their_owner_until_they_expire(tmp_path: Path) -> 
         store.find(path, owner="bob")
     with raises(DataError, "already-exists: take another name", name="one"):
         store.write(MODEL, "weights", "one", about(), fill=filled)
+    assert store.find(path, owner="ada", written=1.0).path == path
+    with raises(DataError, "wrong-state: was overwritten", path=path):
+        store.find(path, owner="ada", written=0.5)
     late = store.write(MODEL, "weights", "late", about(expires_at=2.0), fill=filled).path
     with raises(DataError, "no-such-file: there is no checkpoint", path=late):
         store.find(late, owner="ada")

@@ -97,7 +97,7 @@ class Api:
             *(self._route(path, self._get(answer), "GET") for path, answer in gets.items()),
             self._route(checkpoint, self._delete_checkpoint, "DELETE"),
             self._route(f"{checkpoint}/external_weights_urls", self._urls, "GET"),
-            Route("/api/v1/external/{user}/{until}/{key}/{model}/{name}/{file}", self._download),
+            Route("/api/v1/external/{until}/{key}/{model}/{name}/{file}", self._download),
             self._route("create_session", self._create_session),
             self._route("sessions/{session}/finish", self._finish),
             self._route("retrieve_future", self._retrieve),
@@ -207,7 +207,7 @@ class Api:
         if saved.kind != "external_weights":
             raise DataError(f"refused: {saved.path} has no files for others; use save_weights_external")
         until = int(time.time()) + _URL_SECONDS
-        place = f"{user}/{until}/{self._signed(user, until, saved.model_id, saved.name)}"
+        place = f"{until}/{self._signed(user, until, saved.model_id, saved.name)}"
         base = f"{request.url.scheme}://{request.url.netloc}/api/v1/external"
         urls = {name: quote(f"{place}/{saved.model_id}/{saved.name}/{name}") for name in saved.files()}
         expires = _time(until)
@@ -218,14 +218,19 @@ class Api:
 
     async def _download(self, request: Request) -> Response:
         parts = request.path_params
-        user, until, model, name = (parts[key] for key in ("user", "until", "model", "name"))
+        until, model, name = (parts[key] for key in ("until", "model", "name"))
         try:
             given = until.isascii() and until.isdecimal() and len(until) <= 20
-            right = given and same(parts["key"], self._signed(user, int(until), model, name))
-            if not right or int(until) < time.time():
+            # The user is not in the address: its name may have a "/".
+            users = [
+                user
+                for user in (self._tokens if given else ())
+                if same(parts["key"], self._signed(user, int(until), model, name))
+            ]
+            if not users or int(until) < time.time():
                 raise _NotAllowed("not-authenticated: this address is not valid, or no longer")
             path = f"tinker://{model}/external_weights/{name}"
-            saved = self._service.store.find(path, owner=user)
+            saved = self._service.store.find(path, owner=users[0])
             if parts["file"] not in saved.files():
                 raise Gone(f"unknown-name: {path} has no such file")
             return FileResponse(saved.folder / parts["file"])

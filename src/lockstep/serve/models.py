@@ -203,10 +203,11 @@ class TrainingModel:
         """Add the gradients of the loss. Returns the logprobs as `forward` does, and metrics.
 
         Raises:
-            TrainError: a loss is not finite; no gradient of the step is left.
+            TrainError: a loss is not finite; the gradients are as before the call.
         """
         batches = [document(datum) for datum in datums]
-        stats = self.backend.forward_backward(batches, loss)
+        with self.backend.keeping_gradients():
+            stats = self.backend.forward_backward(batches, loss)
         logprobs = [v[: len(d.inputs)] for v, d in zip(stats.logprobs, datums, strict=True)]
         return logprobs, loss.metrics(batches, stats)
 

@@ -121,7 +121,7 @@ class Service:
             client.model = TrainingModel(client.base, client.spec)
         elif client.model is None:
             assert client.origin is not None
-            folder = self.store.find(client.origin, owner=client.user).folder
+            folder = self.store.find(client.origin, owner=client.user, written=client.written).folder
             client.model = TrainingModel.load(client.base, client.spec, folder, optimizer=client.optimizer)
         return client.model
 
@@ -354,7 +354,7 @@ class Service:
             raise DataError(f"refused: {saved.path} has no training state; give the path of a save_state")
         if request.optimizer_config is not None and request.optimizer_config.type != "adamw":
             raise DataError(f"refused: optimizer {request.optimizer_config.type!r} is not served; use adamw")
-        adapters = saved.about.adapters
+        adapters, written = saved.about.adapters, saved.about.time
         spec = None if adapters is None else AdapterSpec(**adapters)
         if request.session_id is None or request.model_seq_id is None:
             client = self.sessions.client(request.model_id or "", user)
@@ -362,14 +362,13 @@ class Service:
                 raise DataError(f"other-model: {saved.path} has another base model or other adapters")
 
             def run() -> Answer:
-                model = TrainingModel.load(
-                    client.base, client.spec, saved.folder, optimizer=request.optimizer
-                )
+                folder = self.store.find(saved.path, owner=user, written=written).folder
+                model = TrainingModel.load(client.base, client.spec, folder, optimizer=request.optimizer)
                 client.model, client.lost = model, False
                 return _json({"path": saved.path, "model_id": client.id, "type": "load_weights"})
 
-            does = {"does": "load", "path": saved.path, "optimizer": request.optimizer}
-            return self._step(client, request.seq_id, does, run)
+            does = {"does": "load", "path": saved.path, "written": written}
+            return self._step(client, request.seq_id, does | {"optimizer": request.optimizer}, run)
         session = self.sessions.get(request.session_id, user)
         base = self._base(request.base_model or saved.about.base_model)
         if base.name != saved.about.base_model:
@@ -377,7 +376,7 @@ class Service:
         client = self._new_client(session, request.model_seq_id, base, spec)
         if client.id in session.clients:
             return _creation(client.id)
-        client.origin, client.optimizer = saved.path, request.optimizer
+        client.origin, client.written, client.optimizer = saved.path, written, request.optimizer
         answer = {"path": saved.path, "model_id": client.id, "type": "load_weights"}
         return self._create(session, client, answer)
 

@@ -47,6 +47,8 @@ class Client:
     spec: AdapterSpec | None
     origin: str | None = None
     """The checkpoint that its weights come from where they are not in memory; None: as they were made."""
+    written: float | None = None
+    """When `origin` was written: its owner may have overwritten it since."""
     optimizer: bool = True
     """Whether the states of the optimizer come from there too."""
     model: TrainingModel | None = None
@@ -69,6 +71,7 @@ class Client:
             "base": self.base.name,
             "adapters": None if self.spec is None else asdict(self.spec),
             "origin": self.origin,
+            "written": self.written,
             "optimizer": self.optimizer,
         }
 
@@ -261,7 +264,9 @@ class Sessions:
                 client_id = f"{session.id}:train:{row['client']}"
                 spec = None if row["adapters"] is None else AdapterSpec(**row["adapters"])
                 base = self._bases[row["base"]]
-                client = Client(client_id, session.user, base, spec, row["origin"], row["optimizer"])
+                client = Client(client_id, session.user, base, spec)
+                client.origin, client.written = row["origin"], row.get("written")
+                client.optimizer = row["optimizer"]
                 session.clients[client_id] = client
         for client in session.clients.values():
             self._restore_requests(
@@ -290,10 +295,12 @@ class Sessions:
             if does == "train":
                 client.lost = True
             elif does == "load":
-                client.origin, client.optimizer, client.lost = row["path"], row["optimizer"], False
+                client.origin, client.written = row["path"], row.get("written")
+                client.optimizer, client.lost = row["optimizer"], False
                 client.answers[seq] = {"path": row["path"], "model_id": client.id, "type": "load_weights"}
             elif does == "save" and (saved := written.get(("weights", seq))) is not None:
-                client.origin, client.optimizer, client.lost = saved.path, True, False
+                client.origin, client.written = saved.path, saved.about.time
+                client.optimizer, client.lost = True, False
                 client.answers[seq] = {"path": saved.path, "type": "save_weights"}
             elif does == "external" and (saved := written.get(("external_weights", seq))) is not None:
                 client.answers[seq] = {"path": saved.path, "type": "save_weights_external"}

@@ -162,11 +162,15 @@ class Store:
                 shutil.rmtree(old)
         return Checkpoint(model_id, kind, name, folder, about)
 
-    def find(self, path: str, *, owner: str) -> Checkpoint:
+    def find(self, path: str, *, owner: str, written: float | None = None) -> Checkpoint:
         """Return the checkpoint of a tinker:// path.
 
+        Args:
+            written: when it was written, if it must be that one and not another of its name.
+
         Raises:
-            DataError: it does not exist, has expired, or belongs to somebody else: one error for all three.
+            DataError: it does not exist, has expired, or belongs to somebody else: one error for all three;
+                or it was overwritten.
         """
         missing = DataError(f"no-such-file: there is no checkpoint {path[:200]!r}", path=path[:200])
         match = _PATH.fullmatch(path)
@@ -177,6 +181,12 @@ class Store:
         about = _about(folder)
         if about is None or about.owner != owner or about.expired:
             raise missing
+        if written not in (None, about.time):
+            raise DataError(
+                f"wrong-state: {path} was overwritten since this client was made from it; load it again, and "
+                "save under a name of its own what others start from",
+                path=path,
+            )
         return Checkpoint(match[1], kind, match[3], folder, about)
 
     def has(self, saved: Checkpoint) -> bool:

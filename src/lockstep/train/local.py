@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -203,6 +204,20 @@ class LocalBackend(MasterBackend):
         """Forget every gradient since the last optimizer step."""
         self._gradients.clear()
         self._pending = []
+
+    @contextlib.contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Inside, a forward_backward that fails leaves the gradients of the step as they were before it; a
+        copy of them is on the host meanwhile."""
+        pending = list(self._pending)
+        kept = self._gradients.copies() if pending else None
+        try:
+            yield
+        except BaseException:
+            if kept is not None:
+                self._gradients.restore(kept)
+                self._pending = pending
+            raise
 
     def live_gradients(self) -> dict[str, Tensor]:
         """The gradients since the last optimizer step by Parameter name, on their own device, neither clipped

@@ -431,6 +431,20 @@ class GradientStore:
         """Return one gradient per parameter, float32 where it was accumulated; None for unused parameters."""
         return [self._buffers.get(p, p.grad) for p in self.parameters]
 
+    def copies(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Return copies on the host of each parameter's `grad` and float32 buffer."""
+        pairs = [(p.grad, self._buffers.get(p)) for p in self.parameters]
+        return [(_on_host(grad), _on_host(buffer)) for grad, buffer in pairs]
+
+    def restore(self, copies: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
+        """Take what `copies` returned in place of all gradients."""
+        self.clear()
+        for parameter, (grad, buffer) in zip(self.parameters, copies, strict=True):
+            if grad is not None:
+                parameter.grad = grad.to(parameter.device)
+            if buffer is not None:
+                self._buffers[parameter] = buffer.to(parameter.device)
+
     def clear(self) -> None:
         """Drop every gradient. On a CPU the buffers are kept: fresh pages cost as much as the sums
         themselves; on a GPU their memory is what the engine's KV cache wants."""
@@ -439,6 +453,10 @@ class GradientStore:
         self._spare = {p: b for p, b in self._buffers.items() if b.device.type == "cpu"}
         self._buffers = {}
         self._accumulating = False
+
+
+def _on_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
