@@ -149,18 +149,8 @@ class ToolHost:
                     f"wrong-part: {error}; correct the class, or leave the row out", where=where
                 ) from error
 
-    async def enter(self) -> None:
-        """Wait for the room of an instance, which `open` with has_room then takes."""
-        await self._room.enter()
-
     async def open(
-        self,
-        row: Mapping[str, Any],
-        *,
-        seed: int,
-        where: str = "a sample",
-        state: str | None = None,
-        has_room: bool = False,
+        self, row: Mapping[str, Any], *, seed: int, where: str = "a sample", state: str | None = None
     ) -> Instance:
         """Make an instance, once there is room.
 
@@ -169,21 +159,19 @@ class ToolHost:
             seed: of the sample; `random` and numpy are seeded from it, the turn and the call.
             where: place of the row, for errors.
             state: of an earlier instance, which goes on in this one without the author's constructor.
-            has_room: after `enter`.
 
         Raises:
             EnvironmentFailure: the constructor failed.
             EngineError: the process that has imported the class is gone, or this is a fork of the trainer.
             DataError: the row holds a value that is no data.
         """
-        if not has_room:
-            await self._room.enter()
+        self._check_owner()
+        job = {"op": "make", "row": encoded(dict(row), where), "seed": seed}
+        if state is not None:
+            job["state"] = state
+        await self._room.enter()
         instance = Instance(self, where)
         try:
-            self._check_owner()
-            job = {"op": "make", "row": encoded(dict(row), where), "seed": seed}
-            if state is not None:
-                job["state"] = state
             await instance._start(job)
         except BaseException:
             instance._abandon()
@@ -375,7 +363,6 @@ class Instance:
         """Whether it ended and nobody said how."""
         self._left = False
         """Whether its room was given back."""
-        self._parked = False
         self._again: Message | None = None
         """What makes a new one, for a class that allows it."""
 
@@ -447,24 +434,10 @@ class Instance:
             await self._end("it was closed")
         self._abandon()
 
-    def park(self) -> None:
-        """Give its room to others while its trajectory waits for the next step; it lives on."""
-        self._parked = True
-        if not self._left:
-            self._left = True
-            self._host._room.leave()
-
-    def unpark(self) -> None:
-        """Take its room again, also where there is none: waiting for those that wait for it would not end."""
-        self._parked = False
-        if self.gone is None or self._again is not None:
-            self._left = False
-            self._host._room.enter_now()
-
     async def _start(self, job: Message) -> None:
         """Make the author's object in a new process."""
         began = time.monotonic()
-        self._channel, self.gone, self._sent, self._left = None, None, 0, self._parked
+        self._channel, self.gone, self._sent, self._left = None, None, 0, False
         self._channel = await self._host._connected()
         self._shared = self._host._shared
         grace = max(0.0, FORK_SECONDS - (time.monotonic() - began))

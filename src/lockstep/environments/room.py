@@ -21,7 +21,7 @@ class Room:
         """Wait for room."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            if self._free > 0:
+            if self._free:
                 self._free -= 1
                 return
             turn = loop.create_future()
@@ -35,16 +35,11 @@ class Room:
                 self.leave()  # it was given in the same moment
             raise
 
-    def enter_now(self) -> None:
-        """Take room that may not be there: others wait until as much has been given back."""
-        with self._lock:
-            self._free -= 1
-
     def leave(self) -> None:
         """Give room back, or on to the one who has waited longest."""
         while True:
             with self._lock:
-                if not self._waiting or self._free < 0:
+                if not self._waiting:
                     self._free += 1
                     return
                 loop, turn = self._waiting.popleft()

@@ -21,7 +21,7 @@ from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightT
 from lockstep.protocols.engine import EngineStats
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.environment import Environment
-from lockstep.rollout.partial import PartialRollouts, Schedule
+from lockstep.rollout.partial import PartialRollouts
 from lockstep.rollout.sampler import GroupSampler, OnProgress, Resampling, SampledStep, SampleKey
 from lockstep.transfer import buckets
 from lockstep.transfer.buckets import Verifier, serving
@@ -221,11 +221,8 @@ class Rollouts:
                 rollout=config.rollout,
                 run_seed=config.seed,
                 steps=config.steps,
-                schedule=Schedule(
-                    background=config.engine.process == "separate" and not config.engine.offloads,
-                    slots=slots if config.rollout.schedule == "fixed" else None,
-                    waits=config.train.deterministic,
-                ),
+                background=config.engine.process == "separate" and not config.engine.offloads,
+                slots=slots if config.rollout.schedule == "fixed" else None,
             )
             engine.before_load = self._cut
 
@@ -312,5 +309,4 @@ def journal_of(
         rank=ranks.rank,
         checkpoints=folder.checkpoints,
         keep=2 * config.checkpoint.every + 1,  # the last save may not have ended
-        lag=config.rollout.max_lag,
     )

@@ -31,15 +31,11 @@ from lockstep.schema.rollout import Completion, GenerationRequest, Prompt, Sampl
 
 _POLL_SECONDS = 0.2
 """Between two looks whether to stop while every trajectory waits for its environment."""
-_WAIT_SECONDS = 0.001
-"""Between two looks whether every environment has answered."""
-_LOOKS = 2
-"""That must find none at work."""
 _CLOSE_SECONDS = 30.0
 """That environments may take to end when they are cancelled."""
 
-Begun = Trajectory | None
-"""What an earlier call has sampled of a trajectory, which goes on after it; None: nothing."""
+Begun = tuple[Span, ...]
+"""What an earlier call has sampled of a trajectory of one turn: `Trajectory.begun`. It goes on after it."""
 Tasks = Sequence[tuple[Prompt, Sequence[int]] | tuple[Prompt, Sequence[int], Sequence[Begun]]]
 """Tasks, each with the seeds of its trajectories, and where they have begun with what there is of each."""
 
@@ -58,8 +54,6 @@ def run_episodes(
     rules: TrajectoryRules,
     on_end: Callable[[int, int, Trajectory], None],
     stop: Callable[[], bool] = lambda: False,
-    go_on: bool = False,
-    waits: bool = False,
 ) -> list[list[Trajectory]]:
     """Run every trajectory of the tasks to its end; one list per task, in order of its seeds. First turns of
     a task that are alike are one request, so that the engine computes their prompt once.
@@ -72,9 +66,6 @@ def run_episodes(
             ended.
         stop: whether no further turn is to begin: the engine's `abort` may come when no turn is running.
             Trajectories that were not at their end then end with finish_reason "abort".
-        go_on: whether another call goes on with those (`Trajectory.ends`).
-        waits: whether the engine stands still while an environment is at work, so that which tokens are
-            sampled beside which does not depend on the time that tools take.
 
     Raises:
         DataError: the context of a trajectory's first turn leaves no room for it.
@@ -83,7 +74,7 @@ def run_episodes(
             and no `environment.run` goes on.
     """
     with _Run(engine, environment, take, rules=rules) as run:
-        run.on_end, run.stop, run.go_on, run.waits = on_end, stop, go_on, waits
+        run.on_end, run.stop = on_end, stop
         return run.to_the_end()
 
 
@@ -92,8 +83,8 @@ class _Episode:
 
     def __init__(self, sampler: Sampler, *, number: int, index: int) -> None:
         self.sampler, self.number, self.index = sampler, number, index
-        self.before: Begun = None
-        """What there is of it, until the turn that was cut off is asked for."""
+        self.begun: Begun = ()
+        """What there is of its only turn."""
         self.turn: Turn | None = None
         """The turn that the environment waits for."""
         self.answer: asyncio.Future[Trajectory] | None = None
@@ -106,8 +97,6 @@ class _Episode:
         self.waited = 0.0
         """Seconds that the environment was waited for."""
         self.timer: asyncio.TimerHandle | None = None
-        self.keeps = False
-        """Whether another call may go on with it, and asks for its turns."""
 
     @property
     def name(self) -> str:
@@ -117,8 +106,6 @@ class _Episode:
     @property
     def trajectory(self) -> Trajectory:
         trajectory = self.sampler.trajectory
-        if self.before is not None:  # cut off again before it had come that far
-            trajectory = replace(self.before, finish_reason="abort", end="abort")
         if trajectory is None:  # stopped before its first turn
             prompt = Span(author="prompt", token_ids=self.sampler.task.token_ids)
             trajectory = Trajectory(
@@ -130,20 +117,7 @@ class _Episode:
                 engine="",
                 turns=0,
             )
-        if self.before is None and self.keeps:
-            trajectory = replace(trajectory, ends=tuple(self.sampler.ends))
         return replace(trajectory, wait_seconds=self.waited)
-
-    @property
-    def tokens_left(self) -> int:
-        """After the context of the turn that is asked for."""
-        assert self.turn is not None
-        return self.sampler.left - len(self.turn.reply)
-
-    def take_begun(self) -> tuple[Span, ...]:
-        """What there is of the turn that the engine is asked for."""
-        before, self.before = self.before, None
-        return () if before is None else before.begun
 
     def check(self, completion: Completion) -> None:
         """Check that the engine returned the sample that was asked for; a mix-up would train on the wrong
@@ -162,7 +136,6 @@ class _Run:
 
     on_end: Callable[[int, int, Trajectory], None]
     stop: Callable[[], bool]
-    go_on = waits = False
 
     def __init__(
         self,
@@ -239,13 +212,9 @@ class _Run:
             raise EngineError(f"wrong-result: the engine did not return {missing} of the requested samples")
         return [[episode.trajectory for episode in group] for group in self._episodes]
 
-    def _waiting(self, *, queued: bool = True) -> bool:
-        """Whether an environment is at work, or, if `queued`, waits for others' room."""
-        return any(
-            not one.over and one.turn is None and (queued or not one.sampler.queued)
-            for group in self._episodes
-            for one in group
-        )
+    def _waiting(self) -> bool:
+        """Whether an environment is at work."""
+        return any(not one.over and one.turn is None for group in self._episodes for one in group)
 
     def _stream(self) -> Generator[Finished, None, None]:
         engine = self._engine
@@ -259,10 +228,7 @@ class _Run:
             for index, seed in enumerate(seeds):
                 sampler = Sampler(task, rules=self._rules, seed=seed)
                 group.append(_Episode(sampler, number=len(self._episodes), index=index))
-                group[-1].keeps = self.go_on and not self._inline
-                group[-1].before = before = begun[0][index] if begun else None
-                if before is not None:
-                    sampler.go_on(before)
+                group[-1].begun = begun[0][index] if begun else ()
             self._episodes.append(group)
             new += group
         self._running += len(new)
@@ -272,7 +238,6 @@ class _Run:
             self._asked.extend(new)
         elif new:
             self._settle(lambda: self._start(new))
-            self._wait()
         self._pass_on()
 
     def _finished(self, done: Finished) -> None:
@@ -308,7 +273,6 @@ class _Run:
                 self._answer(*each)
 
         self._settle(answer)
-        self._wait()
         if self._asked and not self._stopped and self.stop():
             self._stop()
         self._pass_on()
@@ -322,8 +286,6 @@ class _Run:
             episode = self._ended.popleft()
             self._running -= 1
             self.on_end(episode.number, episode.index, episode.trajectory)
-            if self.go_on and not self._stopped and self.stop():
-                self._stop()
             self._begin()
 
     def _stop(self) -> None:
@@ -342,29 +304,6 @@ class _Run:
         finally:
             self._settling = False
 
-    def _wait(self) -> None:
-        """Let no environment be at work, but those that wait for others' room, if the engine waits for them;
-        what they ask for then has an order that does not depend on time."""
-        if not self.waits:
-            return
-        still = 0  # looks: room that is given on takes rounds of the loop to arrive
-        self._settling = True
-        try:
-            while still < _LOOKS and self._failure is None and not self.stop():
-                tool_loop().settle(lambda: None, seconds=self._rules.wait_seconds)
-                still = 0 if self._waiting(queued=False) else still + 1
-                if not still:
-                    time.sleep(_WAIT_SECONDS)
-        finally:
-            self._settling = False
-        with self._lock:
-            order = sorted(self._asked, key=lambda one: (one.number, one.index))
-            self._asked.clear()
-            self._asked.extend(order)
-            ended = sorted(self._ended, key=lambda one: (one.number, one.index))
-            self._ended.clear()
-            self._ended.extend(ended)
-
     # passing turns to the engine, in either thread
 
     def _pass_on(self) -> None:
@@ -379,7 +318,7 @@ class _Run:
                     self._end(episode, cut=True)
                     continue
                 assert episode.turn is not None, "it was asked for"
-                if episode.held is None or episode.turn.prefix is not None:  # held: not by this call
+                if episode.held is None or episode.turn.prefix is not None:
                     first.append(episode)
                     continue
                 self._engine.continue_(episode.held, episode.turn.reply, sampling=episode.turn.sampling)
@@ -395,15 +334,15 @@ class _Run:
         for episode in first:
             self._release(episode)
             assert episode.turn is not None
-            prompt = episode.turn.prompt(episode.sampler.task, episode.sampler.trajectory)
+            prompt = episode.turn.prompt(episode.sampler.task, None)
             alike.setdefault((episode.number, prompt, episode.turn.sampling), []).append(episode)
         requests = [
             GenerationRequest(
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 seeds=tuple(episode.sampler.seed for episode in group),
-                trajectory_tokens=max(e.tokens_left for e in group) if self._longer else 0,
-                begun=begun if any(begun := tuple(e.take_begun() for e in group)) else (),
+                trajectory_tokens=self._rules.max_tokens if self._longer else 0,
+                begun=begun if any(begun := tuple(e.begun for e in group)) else (),
             )
             for (_, prompt, sampling), group in alike.items()
         ]
@@ -428,9 +367,6 @@ class _Run:
         with self._lock:
             if episode.over:
                 return
-            trajectory = episode.sampler.trajectory
-            unfinished = cut or (trajectory is not None and trajectory.finish_reason == "abort")
-            episode.sampler.goes_on = self.go_on and unfinished
             episode.over, episode.turn = True, None
             if cut and episode.sampler.trajectory is not None:
                 episode.sampler.trajectory = replace(
@@ -507,10 +443,6 @@ class _Run:
         if episode.over:
             episode.answer.cancel()
             return episode.answer
-        if episode.sampler.repeats:
-            episode.answer.set_result(episode.sampler.repeated(turn))
-            self._watch(episode)
-            return episode.answer
         with self._lock:
             episode.turn = turn
             self._asked.append(episode)
@@ -569,7 +501,6 @@ class _Run:
             )
         else:
             sampler.close()
-            episode.before = None  # all of it was repeated
             self._end(episode)
 
     def _fail(self, error: BaseException) -> None:

@@ -27,7 +27,6 @@ from lockstep.config.rollout import RolloutConfig
 from lockstep.errors import CheckpointError, EngineError
 from lockstep.protocols.engine import cuts_at_borders
 from lockstep.rollout.background import Background
-from lockstep.rollout.environment import Environment
 from lockstep.rollout.episodes import Begun, at_once, run_episodes
 from lockstep.rollout.sampler import GroupSampler, SampledStep, SampleKey, trajectory_rules
 from lockstep.rollout.score_stream import ScoreStream
@@ -49,29 +48,15 @@ class _Group:
     samples: list[Trajectory | None]
     """As far as they have come; None: not begun."""
 
-    def pending(self, environment: Environment) -> list[int]:
-        """The samples that are not at their end, or whose end the environment has not seen in this process."""
-
-        def has_ended(one: Trajectory | None) -> bool:
-            return one is not None and one.finish_reason != "abort" and environment.can_score(one)
-
-        return [i for i, one in enumerate(self.samples) if not has_ended(one)]
+    def pending(self) -> list[int]:
+        """The samples that are not at their end."""
+        return [i for i, one in enumerate(self.samples) if one is None or one.finish_reason == "abort"]
 
     def task_of(self, samples: Sequence[int]) -> tuple[Prompt, Sequence[int], Sequence[Begun]]:
         """What `run_episodes` samples of these."""
-        return self.task, [self.seeds[i] for i in samples], [self.samples[i] for i in samples]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """When samples that are not of the step are cut off."""
-
-    background: bool = False
-    """The engine goes on while the trainer works; it must be in another process."""
-    slots: int | None = None
-    """Of logical time, under rollout.schedule = "fixed"; else None."""
-    waits: bool = False
-    """See run_episodes."""
+        written = [self.samples[i] for i in samples]
+        begun = [() if one is None else one.begun for one in written]
+        return self.task, [self.seeds[i] for i in samples], begun
 
 
 class PartialRollouts:
@@ -80,10 +65,11 @@ class PartialRollouts:
 
     Args:
         steps: of the run; no task beyond them is begun.
-        schedule: when samples are cut off.
+        background: whether the engine goes on while the trainer works; it must be in another process.
+        slots: of logical time, under rollout.schedule = "fixed"; else None.
 
     Raises:
-        EngineError: the engine or the environment cannot go on with samples.
+        EngineError: the engine cannot go on with samples, or the environment has several turns.
     """
 
     def __init__(
@@ -93,7 +79,8 @@ class PartialRollouts:
         rollout: RolloutConfig,
         run_seed: int,
         steps: int,
-        schedule: Schedule = Schedule(),
+        background: bool = False,
+        slots: int | None = None,
     ) -> None:
         engine = sampler.engine
         if not getattr(engine, "partial_rollouts", False):
@@ -103,21 +90,21 @@ class PartialRollouts:
                 "'native', or rollout.max_lag = 0",
                 setting="rollout.max_lag",
             )
-        if not sampler.environment.goes_on:
+        if not sampler.environment.takes_one_turn:
             raise EngineError(
-                f"unsupported-combination: rollout.max_lag = {rollout.max_lag} with environment "
-                f"{type(sampler.environment).__name__}, which does not say that a trajectory may be cut off "
-                "and go on; let its `goes_on` be true (see lockstep.rollout.environment.Environment), or set "
-                "rollout.max_lag = 0",
+                f"unsupported-combination: rollout.max_lag = {rollout.max_lag} with an environment of "
+                f"several turns ({type(sampler.environment).__name__}), whose tools do not outlive a step; "
+                "set rollout.max_lag = 0",
                 setting="rollout.max_lag",
             )
-        if schedule.slots is not None and not cuts_at_borders(engine):
+        if slots is not None and not cuts_at_borders(engine):
             raise EngineError(
                 "unsupported-combination: rollout.schedule = 'fixed' needs an engine that cuts samples off "
                 f"where logical time says, and {type(engine).__name__} does not; set engine.name = 'native', "
                 "or rollout.schedule = 'free'",
                 setting="rollout.schedule",
             )
+        self._slots = slots
         self._sampler, self._rollout, self._run_seed, self._steps = sampler, rollout, run_seed, steps
         self._rules = trajectory_rules(rollout)
         self._tasks: dict[int, list[Prompt]] = {}
@@ -125,7 +112,7 @@ class PartialRollouts:
         self._sampled: dict[Place, _Group] | None = None
         """What is open after the step that was sampled last, until `commit`."""
         self._restored: list[SentShare] = []
-        self.background, self._waits, self._slots = schedule.background, schedule.waits, schedule.slots
+        self.background = background
         self._running: Background | None = None
         """What the engine samples while the trainer works."""
 
@@ -201,18 +188,18 @@ class PartialRollouts:
         if sampler.is_cancelled():
             return Share(aborted=True)
         scores = ScoreStream(environment.score, on_failure=engine.abort)
-        left = sum(len(working[place].pending(environment)) for place in own)
+        left = sum(len(working[place].pending()) for place in own)
         total = sum(len(working[place].samples) for place in own)
 
         def score(place: Place) -> None:
             group = working[place]
-            if place[0] == step and not group.pending(environment):
+            if place[0] == step and not group.pending():
                 scores.add(own.index(place), (group.task, [one for one in group.samples if one is not None]))
 
-        running = [(place, working[place].pending(environment)) for place in sorted(working)]
-        running = [(place, samples) for place, samples in running if samples]
-        for place in own:  # from here on the environment may forget what it has scored
+        for place in own:
             score(place)
+        running = [(place, working[place].pending()) for place in sorted(working)]
+        running = [(place, samples) for place, samples in running if samples]
 
         def on_end(number: int, index: int, trajectory: Trajectory) -> None:
             nonlocal left
@@ -232,7 +219,7 @@ class PartialRollouts:
                 background.enough.set()
 
         def ends() -> bool:
-            cut = not left if background is None else background.is_ending()
+            cut = background is not None and background.is_ending()
             return cut or scores.failed or sampler.is_cancelled()
 
         def sample() -> None:
@@ -246,8 +233,6 @@ class PartialRollouts:
                 rules=self._rules,
                 on_end=on_end,
                 stop=ends,
-                go_on=True,
-                waits=self._waits,
             )
 
         ahead = _tokens_after(step, working)
@@ -266,36 +251,25 @@ class PartialRollouts:
         if left and not scores.failed:
             scores.stop()
             return Share(aborted=True)
-        if self._slots is None:  # else the trainer may be late, and what is there depends on time
-            ahead = _tokens_after(step, working)
-        share = self._scored(step, {place[1]: working[place] for place in own}, scores)
-        return replace(share, counts={**share.counts, "rollout/tokens_ahead": float(ahead)})
-
-    def _scored(self, step: int, groups: Mapping[int, _Group], scores: ScoreStream) -> Share:
-        """The groups of a step, by number, with their rewards."""
-        sampled = [
-            (group.task, [replace(one, ends=()) for one in group.samples if one is not None])
-            for group in groups.values()
-        ]
-        if not sampled:
+        groups = [(working[at].task, [one for one in working[at].samples if one is not None]) for at in own]
+        if not groups:
             scores.stop()
             return Share()
-        share = self._sampler.scored(sampled, scores, key=SampleKey(run_seed=self._run_seed, step=step))
-        return replace(share, numbers=tuple(groups))
+        share = sampler.scored(groups, scores, key=SampleKey(run_seed=self._run_seed, step=step))
+        if self._slots is None:  # else the trainer may be late, and what is there depends on time
+            ahead = _tokens_after(step, working)
+        counts = {**share.counts, "rollout/tokens_ahead": float(ahead)}
+        return replace(share, numbers=tuple(number for _, number in own), counts=counts)
 
     def _border(self, step: int, working: Mapping[Place, _Group]) -> Border:
         """Where the samples are cut off under rollout.schedule = "fixed"."""
         assert self._slots is not None
         own = [group for place, group in working.items() if place[0] == step]
-        pending = [group.pending(self._sampler.environment) for group in own]
         ended = [
-            one
-            for group, left in zip(own, pending, strict=True)
-            for i, one in enumerate(group.samples)
-            if i not in left
+            group.samples[i] for group in own for i in range(len(group.seeds)) if i not in group.pending()
         ]
         return Border(
-            seeds=frozenset(group.seeds[i] for group, left in zip(own, pending, strict=True) for i in left),
+            seeds=frozenset(group.seeds[i] for group in own for i in group.pending()),
             tokens=sum(one.policy_tokens for one in ended if one is not None),
             slots=self._slots,
         )
