@@ -108,6 +108,7 @@ def test_every_logprob_is_that_of_the_version_that_sampled_it(recorded: Path) ->
     assert result.tokens == sum(int(recorded.batch.loss_mask.sum()) for recorded in recording)
 
 
+@pytest.mark.exhaustive
 def test_versions_between_stored_ones_are_made_by_the_recorded_updates(copy: Callable[..., Path]) -> None:
     result, said = checked(Recording.open(copy(weights=range(0, STEPS, 4))))
     agrees(result, recomputed=(1, 2, 3, 5, 6, 7, 9, 10, 11))

@@ -189,6 +189,7 @@ def test_a_wrong_bit_in_a_token_of_the_present_weights_ends_the_run(
         loops.train(run_of(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_keys_that_are_kept_over_new_weights_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
