@@ -1,6 +1,6 @@
 """Does a run with a fixed schedule end with the same bits, however often its processes are killed?
 
-    python benchmarks/kills_fixed.py --runs 25 --json benchmarks/results/kills-fixed.json
+    python benchmarks/kills_fixed.py --runs 25 --json benchmarks/results/kills_fixed.json
 
 rollout.max_lag = 2, schedule = "fixed", an engine in a process of its own. One run is left alone. Each of
 the others gets up to 8 SIGKILLs at points that are drawn with --seed: a call of a function in a step of the
