@@ -57,6 +57,7 @@ def test_a_table_that_is_off_comes_on_with_its_first_flag():
         "alpha": 32.0,
         "dropout": 0.0,
         "target_modules": (),
+        "target_parameters": (),
     }
     assert values("grpo", "--eval-data.no-shuffle")["eval_data"]["shuffle"] is False
     assert values("grpo", "--eval-data.size", "64", "--eval-data.task", "n=2")["eval_data"]["task"] == {

@@ -16,8 +16,9 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 _OTHERS = (
     *("qkv_proj", "gate_up_proj", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "shared_expert_gate",
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
 )
-"""Those of others (Phi 3, GLM 4, GPT-NeoX, Qwen2-MoE)."""
+"""Those of others (Phi 3, GLM 4, GPT-NeoX, Qwen2-MoE, Qwen3-Next and Qwen 3.5)."""
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 ALL_LINEAR = "all-linear"
 AUTO = "auto"
