@@ -18,9 +18,14 @@ from lockstep.cli.main import main
 from lockstep.config.load import build
 from lockstep.errors import ConfigError, RecordingError
 from lockstep.recording import Recording
-from lockstep.schema.recording import RecordedInput
+from lockstep.schema.recording import InputMeta, RecordedInput
 from lockstep_lab.replay.cell import Cell, ReplayOptions
-from lockstep_lab.replay.versions import VersionsResult, check_versions, spans_by_version
+from lockstep_lab.replay.versions import (
+    VersionsResult,
+    check_versions,
+    spans_by_version,
+    updates_per_step,
+)
 
 STEPS = 12
 TINY: dict[str, Any] = {
@@ -226,3 +231,36 @@ def test_the_command_prints_one_line_and_refuses_other_weights(
     for options in ({"optimizer_step": True}, {"shuffle": True}, {"simulate": True}):
         with raises(ConfigError, "contradiction"):
             checked(recording, **options)
+
+
+def test_updates_of_a_step() -> None:
+    def per_step(*pairs: tuple[int, int]) -> int:
+        metas = [InputMeta(step=s, update=u, micro_batch=0, num_micro_batches=1) for s, u in pairs]
+        return updates_per_step(metas)
+
+    assert per_step((0, 0), (1, 1), (9, 9)) == 1
+    assert per_step((1, 3), (2, 4)) == 2  # of step 1 the second one alone
+    assert per_step((0, 0), (0, 2), (5, 17)) == 3
+
+
+def test_updates_are_not_repeated_in_another_dtype(copy: Callable[..., Path]) -> None:
+    recording = Recording.open(copy(weights=range(0)))
+    cell = dataclasses.replace(Cell.of_recording(recording.header, device="cpu"), dtype="bfloat16")
+    with raises(RecordingError, "unsupported-combination") as caught:
+        check_versions(recording, ReplayOptions(cell=cell))
+    assert "float32, not in bfloat16" in str(caught.value)
+
+
+@pytest.mark.exhaustive
+def test_steps_without_updates_are_none(tmp_path: Path) -> None:
+    """A value model warms up alone for a step; the others have two updates."""
+    run = tmp_path / "run"
+    values = json.loads(json.dumps(TINY))
+    values |= {"kind": "ppo", "steps": 4, "run_dir": str(run), "value": {"warmup_batches": 1}}
+    values["rollout"] |= {"prompts_per_step": 1, "group_size": 2, "max_lag": 0}
+    values["train"] |= {"minibatches": 2}
+    values["record"] |= {"weights": "none"}
+    values["checkpoint"] = {"export_at_end": False}
+    loops.train(build(values, origin="test"))
+    result, _ = checked(Recording.open(run))
+    assert result.ok and result.exact and result.versions == (1, 2, 3) == result.recomputed

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,6 +202,11 @@ def _written(value: Any, index: int, number: int, *, tokens: int) -> list[tuple[
     return [(version, count) for version, count in value]
 
 
+def updates_per_step(metas: Iterable[InputMeta]) -> int:
+    """Return the least n with which every update is one of n of its step: InputMeta.update // n."""
+    return max((meta.update // (meta.step + 1) + 1 for meta in metas), default=1)
+
+
 def _by_input(spans: Sequence[SpanOfVersion]) -> dict[int, list[SpanOfVersion]]:
     grouped: dict[int, list[SpanOfVersion]] = defaultdict(list)
     for span in spans:
@@ -296,8 +301,10 @@ class VersionWeights:
         for index, meta in enumerate(recording.metas):
             self._updates[meta.update].append(index)
         self._first: dict[int, InputMeta] = {}
+        per_step = updates_per_step(recording.metas)
         for meta in recording.metas:
-            self._first.setdefault(meta.step, meta)
+            if meta.update == meta.step * per_step:  # a later update of a step has weights of its own
+                self._first.setdefault(meta.step, meta)
         self._stored = {version: self._find(version) for version in versions}
         self.missing = [version for version, folder in self._stored.items() if folder is None]
         """Versions whose weights are not stored."""
@@ -385,6 +392,13 @@ class VersionWeights:
                 "--record-weights 'every 1'"
             )
         cell = self.options.cell
+        if cell.dtype != axes.get("dtype"):
+            raise RecordingError(
+                f"unsupported-combination: version {self.missing[0]} of the policy is not stored, and "
+                f"updates give the recorded weights only in the recorded dtype {axes.get('dtype')}, not in "
+                f"{cell.dtype}; record with --record-weights 'every 1'"
+            )
+        self._run = run
         self._train = run.train.model_copy(
             update={
                 "backend": "local",
@@ -412,7 +426,7 @@ class VersionWeights:
         steps = [step for step, _ in self._checkpoints() if step <= version]
         if steps:
             return max(steps)
-        if 0 in self._first:
+        if 0 in self._first or self._run.policy_steps < self._run.steps:  # else a value model warms up alone
             return 0
         folder = self.recording.path.parent / "checkpoints"
         earlier = [step for step in self._checkpoints(complete=False) if step[0] <= version]
@@ -440,9 +454,20 @@ class VersionWeights:
                 found.append((int(match[1]), path))
         return found
 
+    def _updates_of(self, step: int) -> range:
+        """The updates of a step: fewer than in others if it had fewer samples than minibatches, and none
+        while a value model warms up alone."""
+        record, first = self._run.record, step * self._updates_per_step
+        if step < self._run.steps - self._run.policy_steps:
+            return range(0)
+        updates = range(first, first + self._updates_per_step)
+        if record.every > 1 or not record.covers(step) or first not in self._updates:
+            return updates  # what is not recorded may have been an update
+        return range(first, next((each for each in updates if each not in self._updates), updates.stop))
+
     def _check_recorded(self, step: int, version: int) -> None:
         """Raise RecordingError unless every input of the step's updates is there."""
-        for update in range(step * self._updates_per_step, (step + 1) * self._updates_per_step):
+        for update in self._updates_of(step):
             metas = [self.recording.metas[index] for index in self._updates.get(update, ())]
             if not metas or len(metas) != metas[0].num_micro_batches:
                 raise RecordingError(
@@ -478,7 +503,7 @@ class VersionWeights:
         """All updates of a step."""
         assert self._trainer is not None
         loss = token_loss(self.recording.header, "recorded")
-        for update in range(step * self._updates_per_step, (step + 1) * self._updates_per_step):
+        for update in self._updates_of(step):
             inputs = [self.recording[index] for index in self._updates[update]]
             if inputs[0].rng is not None:
                 torch.set_rng_state(inputs[0].rng)
