@@ -177,6 +177,24 @@ def test_files_are_found_by_path_and_recipes_by_name(tmp_path: Path) -> None:
         load_run(file)
 
 
+def test_rows_that_count_as_slots_of_logical_time_may_not_change(tmp_path: Path) -> None:
+    values = {
+        "rollout.max_lag": 1,
+        "rollout.schedule": "fixed",
+        "engine": {"name": "native", "process": "separate"},
+        "train.batch_invariant": True,
+        "algorithm.rollout_correction.kind": "tis",
+    }
+    for slots, allowed in ((None, False), (8, True)):
+        run = load_run(kind="grpo", overrides=values | {"rollout.slots": slots})
+        (tmp_path / "config.toml").write_text(dump_toml(run))
+        if allowed:
+            assert load_resumed(tmp_path, {"engine.max_batch": 8}).engine.max_batch == 8
+        else:
+            with raises(ConfigError, "not-resumable: engine.max_batch"):
+                load_resumed(tmp_path, {"engine.max_batch": 8})
+
+
 def test_a_file_without_a_kind_takes_that_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("steps = 3")
     assert isinstance(load_run(tmp_path / "run.toml", kind="sft"), SFTRun)

@@ -20,7 +20,8 @@ from local_server_parts import Served, spec_of
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import is_external, make_engine
 from lockstep.engine.local_server.engine import make_server
-from lockstep.engine.remote.http import HttpClient
+from lockstep.engine.remote.driver import EventStreams
+from lockstep.engine.remote.http import HttpClient, Unreachable
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import Border, Span
 from lockstep.schema.weights import UpdateSession, WeightBucket
@@ -152,6 +153,25 @@ def test_samples_are_cut_off_at_a_border_of_logical_time(served, monkeypatch):
         lengths_under(served, later, asked)
     monkeypatch.undo()
     assert lengths_under(served, None, asked) == [(12, False)] * 6
+
+
+def test_a_connection_that_breaks_while_cut_samples_arrive_changes_none(served, monkeypatch):
+    """Sample 4 has arrived, as far as the border; sample 5 is asked for again."""
+    plain, broken = EventStreams.poll, []
+
+    def poll(self, seconds):
+        for key, event in plain(self, seconds):
+            yield key, event
+            if not broken and isinstance(event, bytes) and b'"abort"' in event:
+                broken.append(event)
+                yield key, Unreachable("unreachable: the connection broke")
+                return
+
+    monkeypatch.setattr(EventStreams, "poll", poll)
+    asked = request(prompt(4), tuple(range(6)), max_tokens=12, ignore_eos=True)
+    border = Border(seeds=frozenset({0, 1}), tokens=3, slots=2)
+    assert lengths_under(served, border, asked) == [(12, False)] * 4 + [(2, True)] * 2
+    assert broken
 
 
 def test_an_answer_of_an_old_version_is_refused(served, monkeypatch):

@@ -14,6 +14,7 @@ from test_sampler import Numbers, Prompts, make_prompt, on_ranks
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import CheckpointError
 from lockstep.protocols.engine import Finished
+from lockstep.rollout.background import Background
 from lockstep.rollout.partial import PartialRollouts
 from lockstep.rollout.sampler import GroupSampler
 
@@ -134,3 +135,24 @@ def test_what_was_begun_under_a_longer_lag_is_refused():
     states = [after for *_, after in steps(1, 0, 2, lag=4)]
     with raises(CheckpointError, "not-resumable: rollout.max_lag = 1"):
         steps(1, 2, 3, states, lag=1)
+
+
+def test_what_goes_on_to_a_border_is_not_aborted_while_it_is_waited_for():
+    """Ctrl-C comes in the thread that waits."""
+    engine = Cut(0)
+    engine.cuts_at_borders = True
+    sampler = GroupSampler(engine=engine, environment=Numbers(prompts=Prompts(1000)))
+    partial = PartialRollouts(sampler, rollout=ROLLOUT, run_seed=0, steps=6, background=True, slots=4)
+    waited = []
+
+    class Waiting(Background):
+        def end(self, *, at_once=False):
+            waited.append(at_once)
+            partial.abort()
+
+    partial._running = Waiting(engine, lambda: None, fixed=True)
+    partial._running.enough.set()
+    partial.cut()
+    assert waited == [False] and not engine.cut
+    partial.abort()
+    assert engine.cut

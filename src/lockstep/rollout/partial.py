@@ -151,9 +151,12 @@ class PartialRollouts:
         Raises:
             EngineError: what went wrong there; or it does not stop.
         """
-        running, self._running = self._running, None
-        if running is not None:
-            running.end(at_once=at_once)
+        if self._running is None:
+            return
+        try:
+            self._running.end(at_once=at_once)
+        finally:
+            self._running = None  # not before: an `abort` meanwhile must know what goes on to its border
 
     def abort(self) -> None:
         """End what is sampled; but not what goes on to a border while the trainer works, because that step

@@ -17,6 +17,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -121,15 +122,17 @@ class LocalServerEngine(RemoteEngine):
         self._queue_of_slots.clear()
 
     def border_of(self, jobs: Iterable[Job]) -> dict[str, Any] | None:
-        """Return the border of the samples that are asked for; after a restart those that had ended before
-        count as they are."""
+        """Return the border of the samples that are asked for; after a break those that came before count as
+        they are, also those that were cut off."""
         border, queue = self.border, self._queue_of_slots
         if border is None:
             return None
-        for job in jobs:
+        asked = {job.id: job for job in jobs}
+        for job in asked.values():
             begun = sum(len(span.token_ids) for span in job.begun)
             queue.setdefault(job.id, Entry(job.id, job.seed in border.seeds, begun))
-        return border_json(slots=border.slots, tokens=border.tokens, queue=queue.values())
+        known = [each if each.id in asked else replace(each, over=True) for each in queue.values()]
+        return border_json(slots=border.slots, tokens=border.tokens, queue=known)
 
     def _check_border(self, border: Border) -> None:
         """Check that every sample has the tokens that lengths and slots say. Raises EngineError."""

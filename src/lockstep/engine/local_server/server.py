@@ -148,7 +148,8 @@ class Host:
         """Submit requests, see lockstep.engine.local_server.requests.
 
         Args:
-            border: at which the samples are cut off, see `LogicalClock`; None: only by `abort`.
+            border: at which the samples are cut off, see `LogicalClock`, which then is of these samples
+                alone: a flow has one such request. None: only by `abort`.
 
         Raises:
             EngineError: one of them is impossible, or there are no weights yet.
@@ -212,12 +213,13 @@ class Host:
             traceback.print_exc()  # to the server's log
         with self._idle:
             if error is None and self._clock is not None:
-                for later, name, event in self._later:
-                    later.say(name, self._clock.shortened(name, event))
-            self._later = []
+                for stream, name, event in self._later:
+                    stream.say(name, self._clock.shortened(name, event))
+            later, self._later = self._later, []
             if error is not None:
                 text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-                for stream in {id(s): s for s, _ in self._streams.values()}.values():
+                waiting = [stream for stream, *_ in (*self._streams.values(), *later)]
+                for stream in {id(s): s for s in waiting}.values():
                     stream.events.put({"error": text})
                 self._streams.clear()
             self._runs -= 1
