@@ -29,6 +29,7 @@ from lockstep.config.load import load_resumed
 from lockstep.config.run import GRPORun
 from lockstep.engine.local_server.engine import LocalServerDriver, LocalServerEngine
 from lockstep.errors import EngineError
+from lockstep.rollout.background import Background
 from lockstep.rollout.partial import PartialRollouts
 
 pytestmark = pytest.mark.slow
@@ -199,5 +200,25 @@ def test_an_engine_that_dies_while_the_trainer_works_is_an_error_and_a_resume_co
     with raises(EngineError, "process-died"):
         loops.train(fixed(tmp_path))
     monkeypatch.undo()
+    loops.train(load_resumed(tmp_path / "run"), resume=tmp_path / "run")
+    check_same(tmp_path / "run", straight)
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_while_the_border_is_waited_for_costs_no_bit(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ends = Background.end, [0]
+
+    def end(self: Background, **how: Any) -> None:
+        ends[0] += 1
+        if ends[0] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        plain(self, **how)
+
+    monkeypatch.setattr(Background, "end", end)
+    loops.train(fixed(tmp_path))
+    monkeypatch.undo()
+    assert len(metrics_of(tmp_path / "run")) < STEPS  # it was stopped
     loops.train(load_resumed(tmp_path / "run"), resume=tmp_path / "run")
     check_same(tmp_path / "run", straight)

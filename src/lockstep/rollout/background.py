@@ -41,7 +41,10 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
 
     def begin(self, *, wait: bool) -> None:
-        """Start; return once there is enough, if `wait`, or nothing more comes.
+        """Start; return once there is enough, or nothing more comes.
+
+        Args:
+            wait: False: there is enough already.
 
         Raises:
             EngineError, RewardError: from `sample`, which has ended.
@@ -49,8 +52,10 @@ class Background:
         engine = self._engine
         if receives_weights(engine) and (recover := engine.recover) is not None:
             engine.recover = lambda *target: self._recover(recover, *target)
+        if not wait:
+            self.enough.set()
         self._thread.start()
-        while wait and not self.enough.wait(_WAIT_SECONDS):
+        while not self.enough.wait(_WAIT_SECONDS):
             pass
         with self._weights:
             self._trains = True
