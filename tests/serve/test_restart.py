@@ -119,6 +119,40 @@ def test_a_client_never_goes_on_from_what_another_saved_since(server: Killable, 
     assert torch.equal(forward(second, PROMPT), forward(first, PROMPT))
 
 
+def test_a_load_behind_a_save_loads_what_that_saved(server: Killable, user: Any) -> None:
+    """Neither waits for the other's answer; the client goes on from the second one after a restart, too."""
+    client = user.create_lora_training_client("tiny", rank=4, seed=1).result()
+    path = client.save_state("latest").result(SECONDS).path
+    step(client, 0)
+    trained = forward(client, PROMPT)
+    for _ in range(8):  # so that the save waits, too
+        client.forward([datum([*PROMPT, 30], weights=[1.0] * 5)] * 8, "cross_entropy")
+    saved = client.save_state("latest", overwrite=True)
+    loaded = client.load_state(path)
+    assert saved.result(SECONDS).path == path and loaded.result(SECONDS).path == path
+    assert torch.equal(forward(client, PROMPT), trained)
+    server.restart()
+    assert torch.equal(forward(client, PROMPT), trained)
+
+
+def test_a_load_that_is_sent_again_needs_no_checkpoint(server: Killable, user: Any) -> None:
+    """Its answer was lost, and then its checkpoint was deleted."""
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    session = post(server, "create_session", body)[1]["session_id"]
+    create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    model_id = result(server, post(server, "create_model", create)[1]["request_id"])["model_id"]
+    save = {"model_id": model_id, "seq_id": 1, "path": "gone"}
+    path = result(server, post(server, "save_weights", save)[1]["request_id"])["path"]
+    into = {"model_id": model_id, "seq_id": 2, "path": path, "optimizer": True}
+    new = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+    asked = [post(server, "load_weights", load)[1]["request_id"] for load in (into, new)]
+    answers = [result(server, one) for one in asked]
+    user.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+    for load, one, answer in zip((into, new), asked, answers, strict=True):
+        assert post(server, "load_weights", load)[1]["request_id"] == one
+        assert result(server, one) == answer
+
+
 def test_a_request_that_is_sent_again_after_a_kill_does_not_train_again(server: Killable) -> None:
     body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
     key = {"X-Idempotency-Key": "one"}

@@ -36,8 +36,8 @@ from lockstep.serve.models import (
     document,
 )
 from lockstep.serve.run_files import ServedRun
-from lockstep.serve.sessions import Client, Gone, Sampling, Session, Sessions
-from lockstep.serve.store import WEIGHTS, About, Store, checked_name
+from lockstep.serve.sessions import Client, Gone, Sampling, Session, Sessions, spec_of
+from lockstep.serve.store import WEIGHTS, About, Checkpoint, Store, checked_name
 from lockstep.serve.work import Answer, Job, Worker
 
 MOST_CLIENTS = 64
@@ -349,36 +349,51 @@ class Service:
         """Queue the loading of a training state into a client, or into a new one; returns the request id."""
         if request.weights_access_token is not None:
             raise DataError("refused: weights_access_token is not served; use your own checkpoints")
-        saved = self.store.find(request.path, owner=user)
-        if saved.kind != "weights":
-            raise DataError(f"refused: {saved.path} has no training state; give the path of a save_state")
         if request.optimizer_config is not None and request.optimizer_config.type != "adamw":
             raise DataError(f"refused: optimizer {request.optimizer_config.type!r} is not served; use adamw")
-        adapters, written = saved.about.adapters, saved.about.time
-        spec = None if adapters is None else AdapterSpec(**adapters)
         if request.session_id is None or request.model_seq_id is None:
-            client = self.sessions.client(request.model_id or "", user)
-            if saved.about.base_model != client.base.name or _shape(spec) != _shape(client.spec):
-                raise DataError(f"other-model: {saved.path} has another base model or other adapters")
-
-            def run() -> Answer:
-                folder = self.store.find(saved.path, owner=user, written=written).folder
-                model = TrainingModel.load(client.base, client.spec, folder, optimizer=request.optimizer)
-                client.model, client.lost = model, False
-                return _json({"path": saved.path, "model_id": client.id, "type": "load_weights"})
-
-            does = {"does": "load", "path": saved.path, "written": written}
-            return self._step(client, request.seq_id, does | {"optimizer": request.optimizer}, run)
+            return self._load_into(self.sessions.client(request.model_id or "", user), request)
         session = self.sessions.get(request.session_id, user)
+        again = f"{session.id}:train:{request.model_seq_id}"
+        if again in session.clients:  # perhaps its checkpoint has gone since
+            return _creation(again)
+        saved = self._training_state(request.path, user)
         base = self._base(request.base_model or saved.about.base_model)
         if base.name != saved.about.base_model:
             raise DataError(f"other-model: {saved.path} is of {saved.about.base_model}, not {base.name}")
-        client = self._new_client(session, request.model_seq_id, base, spec)
-        if client.id in session.clients:
-            return _creation(client.id)
-        client.origin, client.written, client.optimizer = saved.path, written, request.optimizer
+        client = self._new_client(session, request.model_seq_id, base, spec_of(saved))
+        client.origin, client.written = saved.path, saved.about.time
+        client.optimizer = request.optimizer
         answer = {"path": saved.path, "model_id": client.id, "type": "load_weights"}
         return self._create(session, client, answer)
+
+    def _load_into(self, client: Client, request: types.LoadWeightsRequest) -> str:
+        """Queue the loading of what is at the path when its turn comes: an earlier request may save there."""
+        session = self.sessions.get(client.id.partition(":")[0], client.user)
+        if (request.seq_id or 0) > client.last_seq:  # else it is a retry, or refused below
+            self._fitting_state(client, request.path)
+
+        def run() -> Answer:
+            saved = self._fitting_state(client, request.path)
+            session.write({"client": client.number, "loaded": request.seq_id, "written": saved.about.time})
+            model = TrainingModel.load(client.base, client.spec, saved.folder, optimizer=request.optimizer)
+            client.model, client.lost = model, False
+            return _json({"path": saved.path, "model_id": client.id, "type": "load_weights"})
+
+        does = {"does": "load", "path": request.path, "optimizer": request.optimizer}
+        return self._step(client, request.seq_id, does, run)
+
+    def _fitting_state(self, client: Client, path: str) -> Checkpoint:
+        saved = self._training_state(path, client.user)
+        if saved.about.base_model != client.base.name or _shape(spec_of(saved)) != _shape(client.spec):
+            raise DataError(f"other-model: {saved.path} has another base model or other adapters")
+        return saved
+
+    def _training_state(self, path: str, user: str) -> Checkpoint:
+        saved = self.store.find(path, owner=user)
+        if saved.kind != "weights":
+            raise DataError(f"refused: {saved.path} has no training state; give the path of a save_state")
+        return saved
 
     # sampling
 

@@ -2,8 +2,9 @@
 
 sessions/SESSION.jsonl      its user, then its clients, their requests and its samplers, in order
 
-A request is in the journal before it is queued. After a restart a client has the weights of its last save or
-load; whether later requests changed them is in the journal too, and no such request is ever executed again.
+A request is in the journal before it is queued, and a load again when its turn comes, with the time of what
+it found. After a restart a client has the weights of its last save or load; whether later requests changed
+them is in the journal too, and no such request is ever executed again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ IDLE_SECONDS = 900.0
 
 class Gone(DataError):
     """Something that was there and is no more, or that belongs to somebody else."""
+
+
+def spec_of(saved: Checkpoint) -> AdapterSpec | None:
+    """Return the adapters of a checkpoint; None: whole weights."""
+    return None if saved.about.adapters is None else AdapterSpec(**saved.about.adapters)
 
 
 @dataclass(slots=True)
@@ -104,8 +110,7 @@ class Sampling:
     @property
     def spec(self) -> AdapterSpec | None:
         """Adapters of the checkpoint."""
-        adapters = None if self.checkpoint is None else self.checkpoint.about.adapters
-        return None if adapters is None else AdapterSpec(**adapters)
+        return None if self.checkpoint is None else spec_of(self.checkpoint)
 
 
 @dataclass(slots=True)
@@ -287,6 +292,7 @@ class Sessions:
     def _restore_requests(self, session: Session, client: Client, rows: list[Mapping[str, Any]]) -> None:
         written = {(saved.kind, saved.about.seq): saved for saved in self._store.written(client.id)}
         refused = {row["refused"] for row in rows if "refused" in row}
+        loaded = {row["loaded"]: row["written"] for row in rows if "loaded" in row}
         for row in [row for row in rows if "request" in row]:
             seq, does = row["request"], row["does"]
             client.last_seq = seq
@@ -295,7 +301,7 @@ class Sessions:
             if does == "train":
                 client.lost = True
             elif does == "load":
-                client.origin, client.written = row["path"], row.get("written")
+                client.origin, client.written = row["path"], loaded.get(seq, row.get("written"))
                 client.optimizer, client.lost = row["optimizer"], False
                 client.answers[seq] = {"path": row["path"], "model_id": client.id, "type": "load_weights"}
             elif does == "save" and (saved := written.get(("weights", seq))) is not None:
