@@ -218,7 +218,7 @@ class Host:
             later, self._later = self._later, []
             if error is not None:
                 text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-                waiting = [stream for stream, *_ in (*self._streams.values(), *later)]
+                waiting = [stream for stream, _ in self._streams.values()] + [stream for stream, *_ in later]
                 for stream in {id(s): s for s in waiting}.values():
                     stream.events.put({"error": text})
                 self._streams.clear()
