@@ -71,8 +71,10 @@ def step(client: Any, number: int) -> None:
 
 def test_clients_and_samplers_go_on_after_a_kill(server: Killable, user: Any) -> None:
     assert "error[locked]" in server.another()
+    notes = {"renderer_name": "role_colon"}
     alone, saved, unsaved = (
-        user.create_lora_training_client("tiny", rank=4, seed=1).result() for _ in range(3)
+        user.create_lora_training_client("tiny", rank=4, seed=1, user_metadata=notes).result()
+        for _ in range(3)
     )
     for number in range(3):
         step(alone, number)
@@ -95,6 +97,9 @@ def test_clients_and_samplers_go_on_after_a_kill(server: Killable, user: Any) ->
     assert (
         user.create_rest_client().list_checkpoints(saved.model_id).result().checkpoints[0].tinker_path == path
     )
+
+    runs = [user.create_rest_client().get_training_run(one.model_id).result() for one in (saved, unsaved)]
+    assert [(run.user_metadata, run.corrupted) for run in runs] == [(notes, False), (notes, True)]
 
     with pytest.raises(tinker.RequestFailedError, match="are lost; go on with load_state_with_optimizer"):
         step(unsaved, 1)

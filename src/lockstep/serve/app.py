@@ -10,7 +10,6 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -24,14 +23,14 @@ from lockstep.cluster.ray import is_loopback
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.processes.http_server import LOOPBACK, HttpServer
 from lockstep.serve import wire
+from lockstep.serve.listing import Listing, time_of
 from lockstep.serve.service import NotKept, Service
 from lockstep.serve.sessions import Gone
-from lockstep.serve.store import Checkpoint, same
+from lockstep.serve.store import same
 from lockstep.serve.work import Busy
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS, _BODY_SECONDS, _URL_SECONDS = 20.0, 60.0, 3600
-_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 Handler = Callable[[Request, str, bytes], Awaitable[Response]]
 
 CONFIG = {
@@ -85,17 +84,24 @@ class Api:
             "weights_info": self._weights_info,
             **{name: self._refused(name) for name in REFUSED},
         }
+        listing = Listing(service.sessions, service.store)
         gets: dict[str, Callable[[Request, str], Any]] = {
             "healthz": lambda request, user: {"status": "ok"},
             "get_server_capabilities": lambda request, user: service.capabilities(),
             "samplers/{sampler:path}": self._get_sampler,
-            "training_runs/{model}/checkpoints": self._list_checkpoints,
+            "training_runs": lambda request, user: listing.runs(request.query_params, user),
+            "training_runs/{model}": lambda request, user: listing.run(request.path_params["model"], user),
+            "training_runs/{model}/checkpoints": lambda request, user: listing.checkpoints(
+                request.path_params["model"], user
+            ),
+            "checkpoints": lambda request, user: listing.users_checkpoints(request.query_params, user),
         }
         checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
         self.routes = [
             *(self._route(path, self._post(answer)) for path, answer in posts.items()),
             *(self._route(path, self._get(answer), "GET") for path, answer in gets.items()),
             self._route(checkpoint, self._delete_checkpoint, "DELETE"),
+            self._route("training_runs/{model}/checkpoints/{name}", self._delete_untyped, "DELETE"),
             self._route(f"{checkpoint}/external_weights_urls", self._urls, "GET"),
             Route("/api/v1/external/{until}/{key}/{model}/{name}/{file}", self._download),
             self._route("create_session", self._create_session),
@@ -188,10 +194,6 @@ class Api:
             "train_attn": adapters.get("attention"),
         }
 
-    def _list_checkpoints(self, request: Request, user: str) -> Any:
-        found = self._service.store.of_model(request.path_params["model"], owner=user)
-        return {"checkpoints": [_described(one) for one in found]}
-
     async def _create_session(self, request: Request, user: str, body: bytes) -> Response:
         wire.parse(types.CreateSessionRequest, body)
         session = self._service.sessions.create(user, request.headers.get("x-idempotency-key"))
@@ -210,7 +212,7 @@ class Api:
         place = f"{until}/{self._signed(user, until, saved.model_id, saved.name)}"
         base = f"{request.url.scheme}://{request.url.netloc}/api/v1/external"
         urls = {name: quote(f"{place}/{saved.model_id}/{saved.name}/{name}") for name in saved.files()}
-        expires = _time(until)
+        expires = time_of(until)
         return _json({"urls": {name: f"{base}/{rest}" for name, rest in urls.items()}, "expires": expires})
 
     def _signed(self, *parts: str | int) -> str:
@@ -240,6 +242,11 @@ class Api:
     async def _delete_checkpoint(self, request: Request, user: str, body: bytes) -> Response:
         self._service.store.delete(_path_of(request), owner=user)
         return Response(status_code=204)
+
+    @staticmethod
+    async def _delete_untyped(request: Request, user: str, body: bytes) -> Response:
+        name = request.path_params["name"][:80]
+        raise DataError(f"wrong-format: checkpoint id {name!r} must be KIND/NAME, such as weights/{name}")
 
     async def _retrieve(self, request: Request, user: str, body: bytes) -> Response:
         """Wait for a result, for a while: the client asks again."""
@@ -311,22 +318,6 @@ def _json(value: Any, status: int = 200) -> Response:
 def _path_of(request: Request) -> str:
     """The checkpoint in the path of a request."""
     return "tinker://{model}/{kind}/{name}".format(**request.path_params)
-
-
-def _described(one: Checkpoint) -> dict[str, Any]:
-    return {
-        "checkpoint_id": f"{one.kind}/{one.name}",
-        "checkpoint_type": _TYPES[one.kind],
-        "time": _time(one.about.time),
-        "tinker_path": one.path,
-        "size_bytes": one.size(),
-        "user_metadata": dict(one.about.user_metadata),
-        "expires_at": None if one.about.expires_at is None else _time(one.about.expires_at),
-    }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 class Server:

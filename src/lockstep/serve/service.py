@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from tinker import types
-from torch import Tensor
 
 from lockstep.errors import DataError, EngineError, LockstepError
-from lockstep.schema.rollout import Completion, GenerationRequest
-from lockstep.serve import wire
-from lockstep.serve.losses import ServedLoss, make_loss
+from lockstep.schema.rollout import GenerationRequest
+from lockstep.serve import answers, wire
+from lockstep.serve.losses import make_loss
 from lockstep.serve.models import (
     MAX_BATCH,
     MOST_RANK,
@@ -33,7 +32,6 @@ from lockstep.serve.models import (
     BaseModel,
     Sampler,
     TrainingModel,
-    document,
 )
 from lockstep.serve.run_files import ServedRun
 from lockstep.serve.sessions import Client, Gone, Sampling, Session, Sessions, spec_of
@@ -46,6 +44,7 @@ SAMPLE_SECONDS = 3600.0
 """The deadline of the sample requests that are executed together."""
 MOST_SAMPLERS = 8
 """Modules with an engine, one for each shape of adapters that was sampled with lately."""
+_MOST_METADATA = 2**16
 _TTL = (3600, 10 * 366 * 86400)
 
 
@@ -93,6 +92,7 @@ class Service:
         if request.optimizer_config.type != "adamw":
             raise DataError(f"refused: optimizer {request.optimizer_config.type!r} is not served; use adamw")
         client = self._new_client(session, request.model_seq_id, base, self._spec(request.lora_config))
+        client.metadata = _checked_metadata(request.user_metadata)
         if client.id in session.clients:
             return _creation(client.id)
 
@@ -186,9 +186,7 @@ class Service:
                 request, vocab_size=model.base.vocab_size, max_positions=model.base.max_positions
             )
             if request.forward_only:
-                logprobs = model.forward(datums)
-                value = sum(_loss_of(loss, d, x) for d, x in zip(datums, logprobs, strict=True))
-                return Answer(wire.train_response(logprobs, {"loss:sum": value}), protobuf=True)
+                return answers.trained(loss, datums, model.forward(datums))
             if client.run is None and not client.ended:
                 client.run = ServedRun(self.store.folder(client.id), model=client.base.name)
             logprobs, metrics = model.forward_backward(datums, loss)
@@ -196,7 +194,7 @@ class Service:
                 client.run.add(loss=metrics["loss:sum"], tokens=sum(map(len, logprobs)))
                 if client.ended:  # meanwhile
                     client.run.close()
-            return Answer(wire.train_response(logprobs, metrics), protobuf=True)
+            return answers.trained(loss, datums, logprobs, metrics)
 
         does = {"does": "forward" if request.forward_only else "train"}
         return self._step(client, request.seq_id, does, run, size=request.size)
@@ -253,7 +251,7 @@ class Service:
 
         self.worker.require_room(size)
         session.write({"client": client.number, "request": seq_id, **does})
-        client.last_seq = seq_id
+        client.last_seq, client.asked = seq_id, time.time()
         return self._queue(Job(request_id, client.id, executed, size=size))
 
     def _queue(self, job: Job) -> str:
@@ -343,6 +341,7 @@ class Service:
             time=now,
             expires_at=None if ttl is None else now + ttl,
             user_metadata=dict(getattr(request, "user_metadata", None) or {}),
+            client_metadata=client.metadata,
         )
 
     def load(self, request: types.LoadWeightsRequest, user: str) -> str:
@@ -363,7 +362,7 @@ class Service:
             raise DataError(f"other-model: {saved.path} is of {saved.about.base_model}, not {base.name}")
         client = self._new_client(session, request.model_seq_id, base, spec_of(saved))
         client.origin, client.written = saved.path, saved.about.time
-        client.optimizer = request.optimizer
+        client.optimizer, client.metadata = request.optimizer, _checked_metadata(request.user_metadata)
         answer = {"path": saved.path, "model_id": client.id, "type": "load_weights"}
         return self._create(session, client, answer)
 
@@ -473,7 +472,9 @@ class Service:
             "ones, or start the server with a higher --sample-seconds"
         )
         return [
-            late if any(one.finish_reason == "abort" for one in group) else _sampled(sampler, request, group)
+            late
+            if any(one.finish_reason == "abort" for one in group)
+            else answers.sampled(sampler, request, group)
             for request, group in zip(requests, groups, strict=True)
         ]
 
@@ -525,42 +526,12 @@ class Service:
         return job
 
 
-def _sampled(sampler: Sampler, request: wire.SampleRequest, group: Sequence[Completion]) -> Answer:
-    sequences = []
-    for completion in group:
-        whole = (*completion.prompt_token_ids, *completion.token_ids)
-        logprobs = torch.tensor(completion.logprobs, dtype=torch.float32)
-        # The engine's are of the logits it drew from; the API's are at temperature 1, which greedy counts as.
-        if request.sampling.temperature not in (0.0, 1.0):
-            logprobs = sampler.score(whole)[len(completion.prompt_token_ids) - 1 :]
-        top = None
-        if request.top_sampled:
-            top = sampler.candidates(whole, request.top_sampled, last=len(completion.token_ids))
-        stopped = completion.finish_reason == "stop"
-        sequences.append(
-            wire.Sampled(token_ids=completion.token_ids, logprobs=logprobs, stopped=stopped, top=top)
+def _checked_metadata(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if (size := len(json.dumps(given))) > _MOST_METADATA:
+        raise DataError(
+            f"too-large: user_metadata has {size} bytes; keep it to {_MOST_METADATA}", field="user_metadata"
         )
-    length = len(request.prompt)
-    return Answer(wire.sample_response(sequences, _scored(sampler, request), length=length), protobuf=True)
-
-
-def _scored(sampler: Sampler, request: wire.SampleRequest) -> wire.ScoredPrompt:
-    prompt, logprobs, top, targets = request.prompt, None, None, None
-    if request.prompt_logprobs:
-        logprobs = torch.full((len(prompt),), math.nan)
-        if request.last:
-            logprobs[-request.last :] = sampler.score(prompt)[-request.last :]
-    if request.top_prompt and request.last:
-        top = sampler.candidates(prompt, request.top_prompt, last=request.last)
-    if request.targets is not None and len(request.targets):
-        targets = sampler.candidates(prompt, request.targets, last=len(request.targets))[1]
-    return wire.ScoredPrompt(logprobs=logprobs, top=top, targets=targets)
-
-
-def _loss_of(loss: ServedLoss, datum: wire.Datum, logprobs: Tensor) -> float:
-    """The loss of a document whose logprobs [L] were computed without gradients."""
-    values = logprobs.cpu()
-    return float(loss(values, values, document(datum), slice(0, len(values))).loss)
+    return given or {}
 
 
 def _adam(params: types.AdamParams) -> AdamSettings:

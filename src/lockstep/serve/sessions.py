@@ -66,6 +66,10 @@ class Client:
     """Its log; None before its first forward_backward."""
     ended: bool = False
     """Whether its session has ended: requests that were queued before still run, and are not logged."""
+    asked: float = field(default_factory=time.time)
+    """When its last request came, or its session's before a restart."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the user said of it when it was made."""
     answers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Of saves and loads before a restart, by request."""
 
@@ -79,6 +83,7 @@ class Client:
             "origin": self.origin,
             "written": self.written,
             "optimizer": self.optimizer,
+            "metadata": self.metadata,
         }
 
     @property
@@ -173,6 +178,10 @@ class Sessions:
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
+
+    def clients(self, user: str) -> list[Client]:
+        """Return the training clients of a user's sessions, which does not count as use of them."""
+        return [one for session in self if session.user == user for one in session.clients.values()]
 
     def create(self, user: str, key: str | None) -> Session:
         """Return a new session, or the one that a request with the same idempotency key made. Raises Busy."""
@@ -271,7 +280,8 @@ class Sessions:
                 base = self._bases[row["base"]]
                 client = Client(client_id, session.user, base, spec)
                 client.origin, client.written = row["origin"], row.get("written")
-                client.optimizer = row["optimizer"]
+                client.optimizer, client.metadata = row["optimizer"], row.get("metadata", {})
+                client.asked = journal.stat().st_mtime
                 session.clients[client_id] = client
         for client in session.clients.values():
             self._restore_requests(

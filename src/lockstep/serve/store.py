@@ -53,6 +53,8 @@ class About:
     """The request of its client that wrote it."""
     expires_at: float | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    client_metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The one of its training client."""
 
     @property
     def expired(self) -> bool:
@@ -192,6 +194,11 @@ class Store:
     def has(self, saved: Checkpoint) -> bool:
         """Whether a checkpoint is still there, and not another one of its name."""
         return _about(saved.folder) == saved.about
+
+    def models(self) -> list[str]:
+        """Return the training clients that have a folder, those of ended sessions too."""
+        folder = self.directory / "models"
+        return [one.name for one in folder.iterdir() if _MODEL.fullmatch(one.name)] if folder.is_dir() else []
 
     def of_model(self, model_id: str, *, owner: str) -> list[Checkpoint]:
         """Return a model's named checkpoints that `owner` may see, oldest first."""

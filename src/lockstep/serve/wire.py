@@ -382,14 +382,14 @@ def _fill_top(message: Any, top: tuple[Tensor, Tensor], *, length: int) -> None:
     message.token_ids = padded.to("cpu", torch.int32).numpy().astype("<i4").tobytes()
 
 
-def train_response(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Encode the answer to forward and forward_backward. logprobs: [L] float32 for each datum."""
-    ends = np.cumsum([0, *(4 * len(values) for values in logprobs)], dtype="<i8")
+def train_response(fields: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> bytes:
+    """Encode the answer to forward and forward_backward. fields: name -> [L] float32 for each datum."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
-    field = record.fields["logprobs"]
-    field.dtype, field.offsets = pb.DTYPE_FLOAT32, ends.tobytes()
-    field.data = b"".join(map(_bytes, logprobs))
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord")
+    for name, rows in fields.items():
+        field, ends = record.fields[name], np.cumsum([0, *(4 * len(row) for row in rows)], dtype="<i8")
+        field.dtype, field.offsets = pb.DTYPE_FLOAT32, ends.tobytes()
+        field.data, record.num_datums = b"".join(map(_bytes, rows)), len(rows)
     encoded: bytes = message.SerializeToString()
     return encoded
 

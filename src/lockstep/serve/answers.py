@@ -1,0 +1,70 @@
+"""What requests of trainers and samplers are answered with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.schema.rollout import Completion
+from lockstep.serve import wire
+from lockstep.serve.losses import ServedLoss
+from lockstep.serve.models import Sampler, document
+from lockstep.serve.work import Answer
+
+
+def trained(
+    loss: ServedLoss,
+    datums: Sequence[wire.Datum],
+    logprobs: Sequence[Tensor],
+    metrics: Mapping[str, float] | None = None,
+) -> Answer:
+    """Encode the answer to forward, and with metrics to forward_backward. logprobs: [L] for each datum."""
+    if metrics is None:
+        metrics = {"loss:sum": sum(_loss_of(loss, d, x) for d, x in zip(datums, logprobs, strict=True))}
+    fields = {"logprobs": logprobs}
+    if loss.name == "cross_entropy":
+        values = zip(datums, logprobs, strict=True)
+        fields["elementwise_loss"] = [-(datum.floats["weights"] * x.cpu()) for datum, x in values]
+    return Answer(wire.train_response(fields, metrics), protobuf=True)
+
+
+def _loss_of(loss: ServedLoss, datum: wire.Datum, logprobs: Tensor) -> float:
+    """The loss of a document whose logprobs [L] were computed without gradients."""
+    values = logprobs.cpu()
+    return float(loss(values, values, document(datum), slice(0, len(values))).loss)
+
+
+def sampled(sampler: Sampler, request: wire.SampleRequest, group: Sequence[Completion]) -> Answer:
+    """Encode the answer to a sample request."""
+    sequences = []
+    for completion in group:
+        whole = (*completion.prompt_token_ids, *completion.token_ids)
+        logprobs = torch.tensor(completion.logprobs, dtype=torch.float32)
+        # The engine's are of the logits it drew from; the API's are at temperature 1, which greedy counts as.
+        if request.sampling.temperature not in (0.0, 1.0):
+            logprobs = sampler.score(whole)[len(completion.prompt_token_ids) - 1 :]
+        top = None
+        if request.top_sampled:
+            top = sampler.candidates(whole, request.top_sampled, last=len(completion.token_ids))
+        stopped = completion.finish_reason == "stop"
+        sequences.append(
+            wire.Sampled(token_ids=completion.token_ids, logprobs=logprobs, stopped=stopped, top=top)
+        )
+    length = len(request.prompt)
+    return Answer(wire.sample_response(sequences, _scored(sampler, request), length=length), protobuf=True)
+
+
+def _scored(sampler: Sampler, request: wire.SampleRequest) -> wire.ScoredPrompt:
+    prompt, logprobs, top, targets = request.prompt, None, None, None
+    if request.prompt_logprobs:
+        logprobs = torch.full((len(prompt),), math.nan)
+        if request.last:
+            logprobs[-request.last :] = sampler.score(prompt)[-request.last :]
+    if request.top_prompt and request.last:
+        top = sampler.candidates(prompt, request.top_prompt, last=request.last)
+    if request.targets is not None and len(request.targets):
+        targets = sampler.candidates(prompt, request.targets, last=len(request.targets))[1]
+    return wire.ScoredPrompt(logprobs=logprobs, top=top, targets=targets)
