@@ -121,6 +121,11 @@ class RunConfig(Config):
         return self.steps
 
     @property
+    def rows_are_slots(self) -> bool:
+        """Whether samples depend on engine.max_batch, as the slots of logical time."""
+        return False
+
+    @property
     def schedules(self) -> frozenset[str]:
         """The schedules of the learning rates."""
         return frozenset({self.train.schedule})
