@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lockstep_lab.recording.edit import Edited
     from lockstep_lab.recording.show import Decoder
 
-RecordingPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RECORDING")]
+RecordingPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECORDING]")]
 JsonFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 Numbers = Annotated[str | None, tyro.conf.arg(metavar="LIST")]
 PERCENTILES = (0, 50, 90, 99, 100)
@@ -124,7 +124,7 @@ class Slice:
 class Merge:
     """Merge recordings of one run that were made by different ranks or in different steps."""
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RECORDING")]
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RECORDING ...")]
     """Recordings or run directories."""
     out: Path
     """A directory that does not exist yet."""
