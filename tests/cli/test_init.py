@@ -147,6 +147,7 @@ def test_what_is_no_text_becomes_no_part_of_the_prompt(folder: Path, context: An
 def test_what_init_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = data({"frage": "1 + 1?", "antwort": "2"})
     Path("empty.jsonl").touch()
+    Path("own.py").write_text("def score(prompt, completion, row):\n    return 1.0\n")
     for argv, told in (
         (["grpo", file], "error[missing-column]: my data.jsonl has the columns frage, antwort, n"),
         (["sft", file, "--column", "completion=antwort"], "name it: --column prompt=NAME"),
@@ -160,6 +161,7 @@ def test_what_init_refuses(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["sft", file, "--reward", "math"], "error[no-effect]: --reward math: a sft run has no rewards"),
         (["grpo", file, "--reward", "lenth"], "did you mean 'length'?"),
         (["grpo", file, "--reward", "mine.py:score"], "error[no-such-file]: --reward mine.py:score"),
+        (["grpo", file, "--reward", "own.py:scor"], "error[wrong-part]: --reward own.py:scor"),
         (["grpo", file, "--reward", f"{__file__}:x"], "error[leads-out-of-folder]: --reward"),
         (["grpo", file, "--environment", "a:B"], "error[no-effect]: --environment a:B is for lockstep init"),
         (

@@ -67,6 +67,23 @@ def test_help_version_and_unknown_commands(capsys):
     assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("export", "RUN_DIR/export"), ("resume", "train --resume RUN_DIR"), ("sft", "use lockstep train sft")],
+)
+def test_words_of_other_tools_lead_to_the_command(word, told, capsys):
+    assert main([word, "runs/a"]) == 2
+    shown = capsys.readouterr().err
+    assert f"error[unknown-name]: unknown command '{word}'" in shown and told in shown
+
+
+def test_help_of_data_check_is_no_error(capsys):
+    assert main(["data", "check", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: lockstep data check RUN.toml [OPTIONS]")
+    assert main(["data", "check"]) == 2
+    assert "error[missing-setting]: there is nothing to check; begin with" in capsys.readouterr().err
+
+
 def test_the_version_names_torch_and_transformers(capsys):
     import torch
     import transformers

@@ -6,7 +6,7 @@ import torch
 from raising import raises
 
 from lockstep.cli.common_model import find_weights
-from lockstep.cli.sample import chat, sample
+from lockstep.cli.sample import CHAT_KEYS, chat, sample
 from lockstep.config.data import DataConfig
 from lockstep.config.load import dump_toml
 from lockstep.config.model import ModelConfig
@@ -97,3 +97,5 @@ def test_chat_answers_piped_lines_and_forgets_on_reset(monkeypatch, capsys):
     assert once.strip()
     assert twice == f"{once}(conversation forgotten)\n{once}"
     assert talk("Say hi.\nAgain.\n").startswith(once)
+    assert talk("/help\n/quit\nSay hi.\n") == f"{CHAT_KEYS}\n"
+    assert talk("Say hi.\n/exit\nSay hi.\n") == once

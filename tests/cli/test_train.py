@@ -117,6 +117,9 @@ def test_what_tyro_refuses_names_the_flag(argv, told, capsys):
     ("argv", "told"),
     [
         (["--train.lr", "1"], "nothing to train"),
+        (["--print-config=short", "run.toml"], "begin with grpo, ppo, sft, dpo, rm or a TOML file"),
+        (["grpo", "--print-config=long"], "error[wrong-type]: --print-config 'long'"),
+        (["grpo", "--print-config", "long"], "error[wrong-type]: --print-config 'long'"),
         (["gropo"], "unknown kind of run or recipe 'gropo'; did you mean 'grpo'?"),
         (["grpo", "--lr", "1"], "--lr: unknown flag; did you mean --train.lr?"),
         (["run.toml", "--recipe", "demo"], "both name a config"),
@@ -199,6 +202,17 @@ def test_print_config_shows_what_a_name_resolves_to(capsys):
         "# label_smoothing = 0.0",
         "# average = false",
     ]
+
+
+def test_print_config_takes_short_as_its_next_word(capsys):
+    shown = []
+    flags = ["--algorithm.name", "dr_grpo"]
+    for words in (["--print-config=short"], ["--print-config", "short"], ["--print_config=short"]):
+        assert main(["train", "grpo", *words, *flags]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2] and len(shown[0].splitlines()) < 20
+    assert main(["train", "grpo", "--print-config", "true", *flags]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 100
 
 
 def test_print_config_short_prints_what_differs(capsys):

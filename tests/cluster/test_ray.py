@@ -195,6 +195,7 @@ def stranger(cache: Path) -> Iterator[list[str]]:
             cache.chmod(0o700)
 
 
+@pytest.mark.exhaustive
 def test_one_node_with_two_ranks_trains_as_two_ranks_do(plain: Path, cache: Path) -> None:
     """Those of PPO with the value model's processes in slots of their own, which Ray is asked for. Nobody
     else gets at the folder with the cluster's token meanwhile."""
@@ -224,6 +225,7 @@ def test_two_nodes_with_one_rank_each_train_as_two_ranks_do(plain: Path, two_nod
     assert numbers(out) == numbers(plain) and weights(out) == weights(plain)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_the_world_by_name(tmp_path: Path, two_nodes: dict[str, str]) -> None:
     flags = ("--cluster", "auto", "--cluster.nodes", "2", "--cluster.slots", "1", "--steps", "1000000")
     with subprocess.Popen(
@@ -240,6 +242,7 @@ def test_a_killed_rank_ends_the_world_by_name(tmp_path: Path, two_nodes: dict[st
     assert left(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_ends_the_world_with_the_report(tmp_path: Path, two_nodes: dict[str, str]) -> None:
     flags = ("--cluster", "auto", "--cluster.nodes", "2", "--cluster.slots", "1", "--steps", "1000000")
     with subprocess.Popen(

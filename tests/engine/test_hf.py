@@ -271,7 +271,7 @@ def test_weights_that_are_sent_are_never_there_twice(tiny_models):
 def test_an_engine_without_weights_sleeps_without_them(tiny):
     """Weights that are sent are freed with the cache, and must come again before the next sample."""
     loaded = load_model(
-        ModelConfig(name="shape:tiny-llama"),
+        ModelConfig(name="shape:tiny-llama", dtype="float32"),
         attention="sdpa",
         device=torch.device("cpu"),
         materialize=False,

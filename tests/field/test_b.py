@@ -357,7 +357,7 @@ def test_an_unknown_flag_of_another_command_suggests_the_nearest(capsys):
 )
 def test_a_missing_column_suggests_what_was_meant(column, row, near):
     told = str(missing_column(column, row, setting="data.x", source="rows.jsonl"))
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "(data.x); Columns:"
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "(data.x). Columns:"
     assert hint in told
 
 

@@ -219,7 +219,9 @@ def until(arrived: Any, out: Path, seconds: float) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "ranks and their launcher"]
+    "ranks",
+    [1, pytest.param(2, marks=pytest.mark.exhaustive)],
+    ids=["one process", "ranks and their launcher"],
 )
 def test_a_suite_that_is_killed_leaves_no_worker(
     job: BenchJob, suites: list[subprocess.Popen[bytes]], ranks: int

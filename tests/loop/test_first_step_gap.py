@@ -4,7 +4,7 @@ import pytest
 from raising import raises
 
 from lockstep.errors import EngineError
-from lockstep.loop.gap_check import gap_complaint
+from lockstep.loop.gap_check import GapWatch, gap_complaint
 from lockstep.loop.metrics import combine
 
 
@@ -33,3 +33,20 @@ def test_other_weights_stop_the_run(mean: float) -> None:
 def test_updates_without_a_metric_do_not_count_in_its_mean() -> None:
     updates = [{"lr": 1.0, "loss": 2.0}, {"lr": 0.5, "loss": 4.0, "entropy": 3.0, "logprob_gap_max": 1.0}]
     assert combine(updates) == {"lr": 0.5, "loss": 3.0, "entropy": 3.0, "logprob_gap_max": 1.0}
+
+
+def test_steps_of_which_nothing_is_compared_are_told_once_in_a_row() -> None:
+    notes: list[str] = []
+    watch = GapWatch(temperature=1.0, note=notes.append)
+    steps = [gap(0.0) | {"logprob_gap_share": 1.0}, *[{"logprob_gap_share": 0.0}] * 2]
+    found = [watch.check(step, dtype="float32") for step in [{"loss": 1.0}, *steps, steps[0], *steps[1:]]]
+    assert found == [None, True, None, None, None, None, None]
+    assert len(notes) == 2 and all("logprob_gap_share is 0" in note for note in notes)
+
+
+def test_the_first_gap_that_there_is_is_checked() -> None:
+    notes: list[str] = []
+    watch = GapWatch(temperature=1.0, note=notes.append)
+    assert watch.check({"logprob_gap_share": 0.0}, dtype="float32") is None
+    with raises(EngineError, "values-differ: logprob_gap_mean"):
+        watch.check(gap(0.2) | {"logprob_gap_share": 0.5}, dtype="float32")

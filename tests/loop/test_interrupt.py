@@ -144,7 +144,7 @@ SCORE = "lockstep.rollout.reward_process:RewardWorker.one"
 PAIRS = [{"prompt": f"{i} + 1 =", "chosen": f" {i + 1}", "rejected": f" {i}"} for i in range(17)]
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", [pytest.param("sft", marks=pytest.mark.exhaustive), "dpo"])
 def test_a_run_on_documents_with_dropout_goes_on_exactly(kind, lockstep, straight, sft_toml, tmp_path):
     toml = sft_toml if kind == "sft" else on_pairs(sft_toml, tmp_path, kind, PAIRS)
     orders = [

@@ -68,6 +68,8 @@ def test_the_engine_samples_while_the_trainer_works(tmp_path: Path, monkeypatch:
     for row in rows[1:]:
         assert row["logprob_gap_share"] == 0.0 and row["policy_drift_mean"] > 0
         assert "logprob_gap_max" not in row
+    log = (tmp_path / "run/logs/rank-0.log").read_text()
+    assert log.count("warning: logprob_gap_share is 0") == 1
 
 
 def test_a_gap_of_zero_across_the_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
     [
         pytest.param("tiny-llama", "float32", "compile", FSDP2, marks=pytest.mark.exhaustive),
         pytest.param("tiny-llama", "float32", "joint", FSDP2, marks=pytest.mark.exhaustive),
-        ("tiny-gemma3", "bfloat16", "eager", FSDP2),
+        pytest.param("tiny-gemma3", "bfloat16", "eager", FSDP2, marks=pytest.mark.exhaustive),
         ("tiny-qwen3-moe", "float32", "eager", (*FSDP2, *ROUTERS)),
         pytest.param(
             "tiny-qwen3-moe", "float32", "compile", (*FSDP2, *ROUTERS), marks=pytest.mark.exhaustive

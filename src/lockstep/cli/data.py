@@ -1,4 +1,4 @@
-"""`lockstep data check`: look at every row of a run's data before the run.
+"""`lockstep data check`: check every row of a run's data before the run.
 
 lockstep data check run.toml
 lockstep data check sft --model.name MODEL --data.source conversations.jsonl --workers 8
@@ -33,6 +33,7 @@ Renders and tokenises every row as the run would, and prints how many are traine
 which are at fault. A run on the same data finds the result, and knows from the start which rows it leaves
 out. Every setting of the run is also a flag. The exit status is 1 if a row is at fault and data.on_bad_row =
 "fail"."""
+_HELP = ("-h", "--help")
 _SHOWN = 20
 """Rows at fault that are printed; --json has more."""
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a setting is wrong.
         DataError: a source cannot be read.
     """
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in _HELP or (argv[0] == "check" and argv[1:2] and argv[1] in _HELP):
         echo(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
     if argv[0] != "check":
@@ -87,7 +88,7 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
         general=General,
         command="lockstep data check",
         verb="check",
-        description="Look at every row of a run's data.",
+        description="Check every row of a run's data.",
     )
 
 

@@ -85,7 +85,7 @@ class DoctorOptions:
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the findings to this file."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
-    """Folder for runs. The disk it is on is checked."""
+    """Folder for runs, whose disk is checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

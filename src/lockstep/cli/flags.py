@@ -32,6 +32,8 @@ from lockstep.observe.files import path_problem
 from lockstep.observe.text import echo
 
 PAIRS = "KEY=VALUE"
+STARTS = "grpo, ppo, sft, dpo, rm or a TOML file"
+"""What may be the first word of a command about a run."""
 
 
 def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunConfig:
@@ -75,7 +77,7 @@ def parse_run(
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")
     recipe = early.parse_known_args(flags)[0].recipe
-    nothing = f"there is nothing to {verb}; name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME"
+    nothing = f"there is nothing to {verb}; begin with {STARTS}, or give --recipe NAME"
     run = named_run(source, recipe, nothing=nothing)
     prog = f"{command} {source or run.kind}"
     values, overrides = parse_flags(run, flags, general=general, prog=prog, description=description)

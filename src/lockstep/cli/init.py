@@ -265,6 +265,9 @@ def _reward_name(given: str | None, kind: str) -> str:
     file = Path(name).resolve()
     if not file.is_file():
         raise ConfigError(f"no-such-file: --reward {given}: {file} does not exist; correct the path")
+    text = file.read_text(errors="replace")
+    if function.isidentifier() and not re.search(rf"\b{function}\b", text) and "import *" not in text:
+        raise ConfigError(f"wrong-part: --reward {given}: {file} has no {function!r}; correct the name")
     if not file.is_relative_to(Path.cwd()):
         raise ConfigError(
             f"leads-out-of-folder: --reward {given}: rewards are imported from {Path.cwd()}, and "
@@ -277,7 +280,7 @@ def parser() -> argparse.ArgumentParser:
     """Every flag."""
     parser = values.command_parser(
         "lockstep init",
-        "Write a short run file with comments for your data. Columns are recognised by their usual names.",
+        "Write a short, commented run file for your data. Columns are recognised by their usual names.",
     )
     parser.add_argument("kind", choices=list(TEMPLATES), help="what to train")
     source = (
@@ -289,7 +292,7 @@ def parser() -> argparse.ArgumentParser:
     flags.value("--model", "NAME", "hub name or folder of the model", "bundled:smollm2-135m")
     names = ", ".join(REWARDS)
     flags.value("--reward", "NAME", f"{names}, or your own: FILE.py:FUNCTION or MODULE:FUNCTION", None)
-    flags.value("--environment", "MODULE:CLASS", "tools: a class of yours", None)
+    flags.value("--environment", "MODULE:CLASS", "tools: your own class", None)
     flags.many("--column", "ROLE=NAME", f"a column with an unusual name; roles: {', '.join(ROLES)}")
     return parser
 

@@ -40,7 +40,7 @@ COMMANDS = {
         "lockstep.cli.select",
         "turn scored samples into data for SFT (best-of-n, rejection sampling) or DPO (pairs)",
     ),
-    "data": ("lockstep.cli.data", "look at every row of a run's data before the run: data check"),
+    "data": ("lockstep.cli.data", "check every row of a run's data before the run: data check"),
     "plan": ("lockstep.cli.plan", "show a run's parameters, memory and micro-batches before it starts"),
     "doctor": (
         "lockstep.cli.doctor",
@@ -48,7 +48,7 @@ COMMANDS = {
     ),
     "prove": (
         "lockstep.cli.prove",
-        "compare every way to run a model with transformers, on a small copy of its config",
+        "check every way to run a model against transformers, on a small random copy",
     ),
     "support": (
         "lockstep.cli.doctor:support",
@@ -92,6 +92,12 @@ COMMANDS = {
 }
 """Command -> the module, imported on use, and its function (`main` if none is named), which takes the
 arguments and returns the exit status; and one line of help."""
+_ELSEWHERE = {
+    "export": "a run writes its model to RUN_DIR/export when it ends",
+    "resume": "use lockstep train --resume RUN_DIR",
+    **{kind: f"use lockstep train {kind}" for kind in ("grpo", "ppo", "sft", "dpo", "rm")},
+}
+"""What users of other tools take for a command -> where it is here."""
 _LABORATORY = "lockstep_lab."
 
 INTERRUPTED = 130
@@ -130,7 +136,10 @@ def _run(command: str, *rest: str) -> int:
         _check_arguments((command, *rest))
         _check_launcher()
         if command not in COMMANDS:
-            raise ConfigError(unknown_name("command", command, COMMANDS), code="unknown-name")
+            told = unknown_name("command", command, COMMANDS)
+            if command in _ELSEWHERE:
+                told = f"unknown command {command!r}; {_ELSEWHERE[command]}"
+            raise ConfigError(told, code="unknown-name")
         return int(_load(command)(list(rest)))
     except LockstepError as error:
         sys.stdout.flush()

@@ -27,14 +27,14 @@ _STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProveOptions:
-    """Compare every way to run a model with transformers' eager attention, on a small random copy of its
-    config, in float32 on the CPU: logprobs and all gradients.
+    """Check every way to run a model against transformers' eager attention: compare logprobs and all
+    gradients of a small random copy, in float32 on the CPU.
 
     The exit status is 1 if the model cannot be trained. A row that is refused is a mode that this model does
     not have.
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A folder, a hub name, `shape:NAME` or `bundled:NAME`."""
     all: bool = False
     """Also prove compiled layers and bfloat16, which takes a minute."""

@@ -18,7 +18,7 @@ from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, underway
 from lockstep.models.architectures import text_config
 from lockstep.observe.files import check_writable, read_json, write_json
-from lockstep.observe.text import echo
+from lockstep.observe.text import counted, echo
 
 if TYPE_CHECKING:
     from lockstep.cli.common_model import OpenModel
@@ -38,8 +38,10 @@ CHAT_HELP = """Chat with a run's checkpoint, or with any model.
 $ lockstep chat runs/demo
 $ echo "What is 2 + 3?" | lockstep chat runs/demo --temperature 0
 
-Each line is one turn. /reset forgets the conversation, Ctrl-C stops an answer, and Ctrl-D ends the chat.
+Each line is one turn. /reset forgets the conversation, Ctrl-C stops an answer, and Ctrl-D or /quit ends
+the chat.
 """
+CHAT_KEYS = "/reset forgets the conversation, /quit or Ctrl-D ends the chat"
 SAMPLE_STEP = -2
 """Used as step in seeds, so that samples differ from all rollouts of the run."""
 CHAT_STEP = -3
@@ -101,7 +103,8 @@ def sample(argv: Sequence[str]) -> int:
         result = {"model": opened.source, "sampling": sampling.model_dump(), "prompts": rows}
         write_json(args.json, result)
     total = sum(len(c.token_ids) for group in completions for c in group)
-    echo(f"sample: {len(prompts) * args.n} completions, {total} tokens, of {opened.source}")
+    number = counted(len(prompts) * args.n, "completion")
+    echo(f"sample: {number}, {counted(total, 'token')}, from {opened.source}")
     return 0
 
 
@@ -211,7 +214,7 @@ def chat(argv: Sequence[str]) -> int:
     talk = Chat(opened, sampling_params(override(opened.sampling, values)), seed=args.seed)
     terminal = sys.stdin.isatty()
     if terminal:
-        echo(f"{opened.source}; /reset forgets the conversation, Ctrl-D ends")
+        echo(f"{opened.source}; {CHAT_KEYS}")
     while True:
         try:
             line = input("> " if terminal else "")
@@ -224,6 +227,10 @@ def chat(argv: Sequence[str]) -> int:
         if line.strip() == "/reset":
             talk.reset()
             echo("(conversation forgotten)")
+        elif line.strip() in ("/exit", "/quit"):
+            return 0
+        elif line.strip() == "/help":
+            echo(CHAT_KEYS)
         elif line.strip():
             with underway(lambda: talk.turns > 0):
                 talk.answer(line)

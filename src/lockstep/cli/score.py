@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 USAGE = """usage: lockstep score [FILE.toml] --data FILE --reward NAME... --out FILE [OPTIONS]
        lockstep score --data FILE --reward-model MODEL --out FILE [OPTIONS]
 
-Add `reward` to the rows of a file from `lockstep generate`, or of any file with prompts and completions. Run
-the same command again to continue an interrupted one.
+Add `reward` to the rows of a file that `lockstep generate` wrote, or of any other file with prompts and
+completions. Run the same command again to continue an interrupted one.
 
   --data FILE            samples, .jsonl or .parquet
   --reward NAME...       format, ids, length, math, verifier or module:attribute; NAME=WEIGHT; or a TOML table

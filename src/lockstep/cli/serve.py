@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
     parser = values.command_parser(
         "lockstep serve",
         "Serve the Tinker API on this machine: the `tinker` client trains adapters of the models "
-        "and samples from them, with logprobs that are the trainer's to the bit. Ctrl-C ends it; checkpoints "
-        "stay in --dir.",
+        "and samples from them, with logprobs that equal the trainer's bit for bit. Ctrl-C stops the server; "
+        "checkpoints stay in --dir.",
     )
     flags = values.Flags(parser)
     flags.many("--model", "NAME=MODEL", "a base model: its name for clients, and a folder or hub name")
@@ -37,9 +37,11 @@ def main(argv: Sequence[str]) -> int:
     flags.many("--user", "NAME", "a user with a token of its own (default: one, named user)")
     flags.value("--port", values.positive, "port", _PORT)
     flags.value(
-        "--host", "ADDRESS", "address to listen on; others than this machine's own need --tokens", LOOPBACK
+        "--host", "ADDRESS", "address to listen on; any address but a loopback one needs --tokens", LOOPBACK
     )
-    flags.value("--tokens", values.path, "JSON file of this user's alone: user -> token, each tml-...")
+    flags.value(
+        "--tokens", values.path, "JSON file that only you can read, from user to token (each tml-...)"
+    )
     flags.value("--max-clients", values.positive, "training clients in memory", 64)
     flags.value("--sample-seconds", values.positive, "deadline of a sample request", 3600)
     arguments = parser.parse_args(argv)

@@ -20,7 +20,7 @@ USAGE = """usage: lockstep submit RUN.toml [OPTIONS] --cluster http://HEAD:8265 
        lockstep submit grpo|ppo|sft|dpo|rm [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
        lockstep submit --resume|--restart RUN_DIR [OPTIONS] --cluster http://HEAD:8265
 
-All options of `lockstep train` are accepted, and these:
+All options of `lockstep train` are accepted, plus these:
   --cluster URL     the dashboard of the cluster's head; RAY_AUTH_TOKEN_PATH names the file with its token
   --include PATH    a file or folder below the working directory that the run needs (repeatable); modules
                     named in settings (module:Class) are included automatically

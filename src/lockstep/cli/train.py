@@ -30,7 +30,7 @@ import tyro
 
 from lockstep.cli.arguments import leading_word
 from lockstep.cli.common_model import check_heads, default_ranks
-from lockstep.cli.flags import named_run, parse_flags
+from lockstep.cli.flags import STARTS, named_run, parse_flags
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import load_restarted, load_resumed, override, recipes
 from lockstep.config.run import RunConfig
@@ -69,7 +69,6 @@ RUN_DIR/before-restart-N."""
 
 
 EXIT = {"finished": 0, "failed": 1, "interrupted": 130}
-_SHORT = "--print-config=short"
 TERMINATED = 143
 """Exit status of a run that SIGTERM interrupted: 128 + its number, as for Ctrl-C."""
 
@@ -99,14 +98,14 @@ class General(TypedDict):
     print_config: Annotated[
         bool,
         tyro.conf.arg(
-            help="Print the resolved config and exit; with --print-config=short only what differs from the "
-            "defaults."
+            help="Print the resolved config and exit; with --print-config=short, print only what differs "
+            "from the defaults."
         ),
     ]
     ranks: Annotated[
         int | Literal["auto"] | None,
         tyro.conf.arg(
-            help="Number of processes to start on this machine, which train together. auto, the default: one "
+            help="Number of processes that train together on this machine. auto, the default: one "
             "for each visible GPU, or as many as the resumed run had. Leave it out under torchrun and "
             "deepspeed, which start the processes.",
             metavar="N",
@@ -206,8 +205,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         ConfigError: a flag or setting is wrong.
     """
     source, flags = leading_word(argv)
-    short = _SHORT in flags
-    flags = ["--print-config" if word == _SHORT else word for word in flags]
+    short, flags = _print_config(flags)
     early = _early(flags)
     run = _base_run(source, early)
     origin = _origin(source, early)
@@ -466,6 +464,30 @@ def verdict(summary: Mapping[str, Any]) -> str:
     return "train: " + ", ".join(parts)
 
 
+def _print_config(flags: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the config is to be printed short, and the flags with --print-config as a plain boolean.
+
+    Raises:
+        ConfigError: --print-config has another value.
+    """
+    words, short = list(flags), False
+    for place, word in reversed(list(enumerate(words))):
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") != "--print-config":
+            continue
+        follows = not equals and words[place + 1 : place + 2]
+        value = follows[0] if follows and not follows[0].startswith("-") else value
+        if value == "short":
+            short = True
+            words[place : place + (1 if equals else 2)] = ["--print-config"]
+        elif value and value.lower() not in ("true", "false"):
+            raise ConfigError(
+                f"wrong-type: --print-config {value[:200]!r}: leave the value out to print the whole config, "
+                "or give --print-config=short for what differs from the defaults"
+            )
+    return short, words
+
+
 def _early(flags: Sequence[str]) -> argparse.Namespace:
     """Parse the flags that decide the defaults of the others."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -495,10 +517,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"missing-setting: --checkpoint {early.checkpoint} needs --resume RUN_DIR")
     if early.restart is not None:
         return load_restarted(early.restart)
-    nothing = (
-        "there is nothing to train; name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume "
-        "RUN_DIR"
-    )
+    nothing = f"there is nothing to train; begin with {STARTS}, or give --recipe NAME or --resume RUN_DIR"
     return named_run(source, early.recipe, nothing=nothing)
 
 

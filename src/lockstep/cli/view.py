@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
     parser = values.command_parser(
         "lockstep view",
         "Serve pages of runs on this machine (127.0.0.1), live while the runs train: curves, rollouts, where "
-        "the time of a step goes, settings and reports. Only the printed URL opens them. Ctrl-C ends it.",
+        "the time of a step goes, settings and reports. The pages open only at the printed URL. Ctrl-C stops "
+        "the server.",
     )
     parser.add_argument(
         "run", type=values.path, nargs="+", metavar="RUN", help="run directories, or folders of runs"

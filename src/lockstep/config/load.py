@@ -144,8 +144,8 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
         new.pop("run_dir", None)
     differences = list(_differences(old, new))
     single = {f"train.{name}" for name in PARALLELISM} | {f"engine.{name}" for name in ENGINE_SIZES}
-    if isinstance(run, GRPORun) and run.rollout.schedule == "fixed" and run.rollout.slots is None:
-        single -= {"engine.max_batch"}  # it is the number of slots
+    if run.rows_are_slots:
+        single -= {"engine.max_batch"}
     refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE and d[0] not in single]
     if run.schedules != {"constant"}:
         refused += [d for d in differences if d[0] in ("steps", "epochs")]

@@ -233,6 +233,11 @@ class GRPORun(RunConfig):
         where = "started" if has_own_weights(self.engine) else "embedded"
         return engine is None or where in engine.partial_rollouts
 
+    @property
+    def rows_are_slots(self) -> bool:
+        """See RunConfig."""
+        return self.rollout.schedule == "fixed" and self.rollout.slots is None
+
     @check
     def _check_lag(self) -> GRPORun:
         if self.rollout.max_lag:

@@ -33,9 +33,9 @@ class RunConfig(Config):
     steps: PositiveInt = 100
     """Number of rollout batches (grpo, ppo) or optimizer steps (sft, dpo, rm)."""
     epochs: float | None = Field(None, gt=0.0, le=1e6)
-    """Passes over the rows of the data, instead of a number of steps, which follows from it. Held-out
-    prompts do not count, but rows do that are too long or at fault, and groups that dynamic_sampling draws
-    again do not. config.toml in the run directory has the steps."""
+    """Passes over the data, instead of `steps`, which is then computed. Held-out prompts do not count, nor do
+    groups that dynamic_sampling draws again; rows that are too long or at fault do. config.toml in the run
+    directory has the steps."""
     run_dir: FilePath | None = None
     """Folder for all output. If unset, runs/NAME-TIMESTAMP is used."""
     name: Name = "run"
@@ -119,6 +119,11 @@ class RunConfig(Config):
     def policy_steps(self) -> int:
         """The steps that train the policy."""
         return self.steps
+
+    @property
+    def rows_are_slots(self) -> bool:
+        """Whether samples depend on engine.max_batch, as the slots of logical time."""
+        return False
 
     @property
     def schedules(self) -> frozenset[str]:

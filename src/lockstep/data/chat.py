@@ -47,10 +47,10 @@ def fill_template(template: str, values: Mapping[str, Any], *, where: str) -> st
             return match.group()[0]
         if name not in values:
             near = nearest(name, values)
-            hint = f"did you mean {' or '.join(repr(printable(each)) for each in near)}? " if near else ""
+            hint = f"; did you mean {' or '.join(repr(printable(each)) for each in near)}?" if near else "."
             raise ConfigError(
                 f"unknown-name: {where}: data.prompt_template reads {{{name}}}, and the row has no column "
-                f"{name!r}; {hint}Columns: {column_names(values)}. Correct the name, or write "
+                f"{name!r}{hint} Columns: {column_names(values)}. Correct the name, or write "
                 f"{{{{{name}}}}} for the text"
             )
         return str(values[name])

@@ -16,6 +16,7 @@ from lockstep.data.row_tools import RowTools
 from lockstep.data.rows import FIRST_ROWS
 from lockstep.data.sources import Source
 from lockstep.errors import ConfigError, DataError
+from lockstep.observe.text import counted
 
 _SEED_STEP = 1_000_003
 WINDOW = 20
@@ -54,14 +55,15 @@ def held_out_size(run: GRPORun, rows: int) -> int:
     Raises:
         ConfigError: the rows are too few for a rollout batch and an evaluation.
     """
-    wanted, batch, what = run.eval.num_prompts, run.rollout.prompts_per_step, f"{rows} rows"
+    wanted, batch, what = run.eval.num_prompts, run.rollout.prompts_per_step, counted(rows, "row")
     held_out = wanted if wanted <= rows // 2 else min(max(rows // 5, 1), max(rows - batch, 1))
     if rows - held_out >= batch:
         return held_out
     fixes = []
     if rows > held_out:
         fixes.append(f"lower rollout.prompts_per_step to {rows - held_out}")
-        what += f", {held_out} of which are held out for evaluations (eval.num_prompts = {wanted})"
+        verb = "is" if held_out == 1 else "are"
+        what += f", {held_out} of which {verb} held out for evaluations (eval.num_prompts = {wanted})"
     if rows > batch:
         fixes.append(f"lower eval.num_prompts to {rows - batch}")
     if rows >= batch:

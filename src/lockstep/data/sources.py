@@ -201,9 +201,9 @@ def check_source(config: DataConfig) -> None:
 def missing_column(column: str, row: Mapping[str, Any], *, setting: str, source: str) -> DataError:
     """Return the error for a missing column: the nearest names first, then all of them."""
     near = nearest(column, row) or _of_the_same_meaning(column, row)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
     return DataError(
-        f"missing-column: {source!r} has no column {column!r} ({setting}); {hint}Columns: "
+        f"missing-column: {source!r} has no column {column!r} ({setting}){hint} Columns: "
         f"{column_names(row)}. Set {setting}, or rename with data.columns = {{{column} = 'NAME IN THE "
         "DATA'}"
     )

@@ -58,6 +58,48 @@ def gap_complaint(metrics: Mapping[str, float], *, dtype: str, temperature: floa
     )
 
 
+@dataclasses.dataclass(slots=True)
+class GapWatch:
+    """Warns of the logprob gaps of the steps of one process: every start has a new engine.
+
+    Args:
+        temperature: of sampling.
+        note: displays a line.
+    """
+
+    temperature: float
+    note: Callable[[str], None]
+    _waits: bool = True
+    """For the first step with a gap."""
+    _blind: bool = False
+    """Whether the last step had no token of the weights that it trained."""
+
+    def check(self, metrics: Mapping[str, float], *, dtype: str) -> bool | None:
+        """Check a step.
+
+        Returns:
+            Whether the gap is small enough, of the first step that has one; else None.
+
+        Raises:
+            EngineError: at that step, as gap_complaint.
+        """
+        blind = metrics.get("logprob_gap_share") == 0.0
+        if blind and not self._blind:
+            self.note(
+                "warning: logprob_gap_share is 0: earlier weights sampled every token of this step, so the "
+                "engine's logprobs cannot be compared with the trainer's. A smaller rollout.max_lag leaves "
+                "tokens to compare"
+            )
+        self._blind = blind
+        if not self._waits or "logprob_gap_mean" not in metrics:
+            return None
+        self._waits = False
+        complaint = gap_complaint(metrics, dtype=dtype, temperature=self.temperature)
+        if complaint is not None:
+            self.note(f"warning: {complaint}")
+        return complaint is None
+
+
 # Use equal kernel contracts: rollout logprobs serve as old logprobs, and each step checks that they may.
 #
 # A trainer and an engine with the same contract compute bitwise equal logprobs for every token. So the

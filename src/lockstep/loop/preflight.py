@@ -32,6 +32,7 @@ from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.files import path_problem
 from lockstep.observe.metrics import check_wandb, writes_tensorboard
 from lockstep.observe.run_dir import check_free, finished
+from lockstep.observe.text import counted
 from lockstep.registry import load_object, require_call, require_members
 from lockstep.rollout.verifiers import check_row, require_package
 
@@ -392,8 +393,8 @@ def _check_documents(run: OfflineRun, config: DataConfig) -> None:
 
 def _too_few(setting: str, needed: int, config: DataConfig, *, rows: int, answers: str = "") -> ConfigError:
     return ConfigError(
-        f"not-enough: {setting} = {needed} exceeds the data: data.source = {config.source!r} has {rows} "
-        f"rows{answers}; lower {setting}, or provide more data",
+        f"not-enough: {setting} = {needed} exceeds the data: data.source = {config.source!r} has "
+        f"{counted(rows, 'row')}{answers}; lower {setting}, or provide more data",
         setting=setting,
         rows=rows,
         held_out=0,

@@ -38,7 +38,7 @@ from lockstep.loop.distributed import (
     saying_how_to_go_on,
     started_at,
 )
-from lockstep.loop.gap_check import gap_complaint
+from lockstep.loop.gap_check import GapWatch
 from lockstep.loop.hub import push_export
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.loop.metrics import CompileMeter, TrainingWork, memory_of_ranks
@@ -172,7 +172,7 @@ class Run:
         self._work: TrainingWork | None = None
         self._policy: Policy | None = None
         self._compiled: CompileMeter | None = None
-        self._gap_seen = False
+        self._gaps = GapWatch(config.sampling_temperature, self.display.note)
         self._steps_logged = 0
         self._between: dict[str, float] = {}
         """Seconds of evaluations and saves since the last step."""
@@ -519,22 +519,17 @@ class Run:
                 self.display.note(f"    [{row['reward']:.2f}] {content!r}"[:200])
 
     def _gap_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Check the first step that this process trains: every start has a new engine.
+        """Check the step's logprob gap.
 
         Returns:
             logprob_gap_first_step_ok, 1 or 0, once in a run (a resumed run's metrics are those of a run that
-            was not interrupted); nothing without a logprob_gap_mean.
+            was not interrupted); nothing before a logprob_gap_mean.
         """
-        if "logprob_gap_mean" not in metrics or self._resolved is None or self._gap_seen:
-            return {}
-        self._gap_seen = True
-        temperature = self.config.sampling_temperature
-        if complaint := gap_complaint(metrics, dtype=self._resolved.dtype, temperature=temperature):
-            self.display.note(f"warning: {complaint}")
-        if self._saving.state.values["gap_checked"]:
+        fine = None if self._resolved is None else self._gaps.check(metrics, dtype=self._resolved.dtype)
+        if fine is None or self._saving.state.values["gap_checked"]:
             return {}
         self._saving.state.values["gap_checked"] = True
-        return {"logprob_gap_first_step_ok": float(complaint is None)}
+        return {"logprob_gap_first_step_ok": float(fine)}
 
     def save(self, done: int, *, wait: bool = False) -> Path:
         """Save a checkpoint of the state after `done` steps; see Saving.save."""

@@ -1,4 +1,4 @@
-"""`lockstep bisect`: find the first input and module where two cells differ, or the smallest crash.
+"""`lockstep bisect`: find the first input and module where two cells differ, or the smallest crashing input.
 
 lockstep bisect runs/demo --a "--no-flash-attn --no-packing" --b "--flash-attn --packing --compile"
 lockstep bisect --b "--compile" --crash --max-inputs 20

@@ -76,7 +76,7 @@ def _cell_flags(cells: Flags) -> None:
 
 def _work_flags(work: Flags) -> None:
     work.value("--timeout", seconds, "deadline per cell", 600.0)
-    work.value("--jobs", positive, "run N cells at a time; their times cannot be compared then", 1)
+    work.value("--jobs", positive, "run N cells at a time; their times are then not comparable", 1)
     work.switch("--resume", "continue in --out without running finished cells again")
     work.switch("--retry", "with --resume: run failed cells again")
     work.switch("--keep-outputs", "keep every cell's logprobs and gradients")

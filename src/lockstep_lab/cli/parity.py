@@ -1,4 +1,4 @@
-"""`lockstep parity`: compare train stacks that must take equal steps, and engines that must answer equally.
+"""`lockstep parity`: compare train stacks that must take the same steps, and engines that must answer alike.
 
 lockstep parity train --stacks deepspeed:zero2,fsdp2,fsdp2:ring2 --max-samples 64
 lockstep parity compare runs/a runs/b --threshold 0.05 --plot both.png

@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     """Every flag."""
     parser = arguments.command_parser(
         "lockstep parity compare",
-        "Compare the losses of two runs step by step, or another figure (--key reward/mean). A run may be a "
+        "Compare the losses of two runs step by step, or another metric (--key reward/mean). A run may be a "
         "run directory, a metrics.jsonl, a TensorBoard event file or folder, a trainer_state.json or a text "
         "log. Exit status 1: a value differs by more than the threshold, or is not finite.",
     )
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("b", type=path, metavar="B", help="the other run")
     flags = Flags(parser)
     flags.value("--threshold", above_zero, "largest allowed relative difference", 0.05)
-    flags.value("--key", "NAME", "key or tag to read from both runs (the loss, which is searched for)")
+    flags.value("--key", "NAME", "key or tag to read from both runs (the loss, found by its usual names)")
     flags.value("--key-b", "NAME", "key of B, if it differs")
     flags.switch("--common", "compare only the steps that both runs have")
     flags.value("--plot", path, "plot both curves to this PNG file")

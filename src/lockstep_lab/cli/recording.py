@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from lockstep_lab.recording.edit import Edited
     from lockstep_lab.recording.show import Decoder
 
-RecordingPath = Annotated[Path | None, tyro.conf.Positional]
+RecordingPath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECORDING]")]
+JsonFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
+Numbers = Annotated[str | None, tyro.conf.arg(metavar="LIST")]
 PERCENTILES = (0, 50, 90, 99, 100)
 WIDTH = 100
 _HEADER = (
@@ -52,7 +54,7 @@ class Info:
 
     path: RecordingPath = None
     """A recording or a run directory. By default, the corpus that comes with Lockstep."""
-    json: Path | None = None
+    json: JsonFile = None
     """Write the summary to this file."""
 
 
@@ -62,7 +64,7 @@ class Validate:
 
     path: RecordingPath = None
     """A recording or a run directory. By default, the corpus that comes with Lockstep."""
-    json: Path | None = None
+    json: JsonFile = None
     """Write the findings to this file."""
 
 
@@ -74,9 +76,9 @@ class List:
     """A recording or a run directory. By default, the corpus that comes with Lockstep."""
     steps: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
     """Use only inputs of steps A to B - 1."""
-    rank: str | None = None
+    rank: Numbers = None
     """Use only inputs of these ranks, such as 0 or 0,2-3."""
-    json: Path | None = None
+    json: JsonFile = None
     """Write the rows to this file."""
 
 
@@ -92,7 +94,7 @@ class Show:
     """Print one line per token, with its logprobs, advantage and weight."""
     ids: bool = False
     """Show token ids even if the model's tokenizer is available."""
-    json: Path | None = None
+    json: JsonFile = None
     """Write ids, mask, numbers and metadata to this file."""
 
 
@@ -104,17 +106,17 @@ class Slice:
     """A recording or a run directory. By default, the corpus that comes with Lockstep."""
     out: Path
     """A directory that does not exist yet."""
-    inputs: str | None = None
+    inputs: Numbers = None
     """Use only the inputs with these indices, such as 0,3,8-11."""
     steps: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
     """Use only inputs of steps A to B - 1."""
-    rank: str | None = None
+    rank: Numbers = None
     """Use only inputs of these ranks, such as 0 or 0,2-3."""
     every: int = 1
     """Keep every k-th of the selected inputs, from the first."""
     weights: bool = True
     """Copy the weights that the inputs need."""
-    json: Path | None = None
+    json: JsonFile = None
     """Write the result to this file."""
 
 
@@ -122,13 +124,13 @@ class Slice:
 class Merge:
     """Merge recordings of one run that were made by different ranks or in different steps."""
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RECORDING ...")]
     """Recordings or run directories."""
     out: Path
     """A directory that does not exist yet."""
     weights: bool = True
     """Copy the weights that the inputs need."""
-    json: Path | None = None
+    json: JsonFile = None
     """Write the result to this file."""
 
 
@@ -140,11 +142,11 @@ class Import:
     """A dump, or a folder of dumps."""
     out: Path
     """A directory that does not exist yet."""
-    model: str | None = None
-    """The policy to which the inputs were fed, as for model.name. If it is not given, it is unknown."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """The policy to which the inputs were fed, as for model.name. By default unknown."""
     timeout: float = 3600.0
     """Seconds after which the import gives up and writes nothing."""
-    json: Path | None = None
+    json: JsonFile = None
     """Write the result to this file."""
 
 

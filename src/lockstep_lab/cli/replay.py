@@ -106,7 +106,7 @@ def _work_flags(work: Flags) -> None:
     )
     work.switch("--optimizer-step", "take a real optimizer step after each input, which changes the weights")
     work.value("--warmup", count, "run N inputs first without measuring them", 0)
-    work.value("--timeout", seconds, "end the replay if an input takes longer, also during the warm-up")
+    work.value("--timeout", seconds, "end the replay if an input takes longer, even during warm-up")
     work.value(
         "--max-memory",
         arguments.above_zero,
