@@ -24,7 +24,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from lockstep.serve.store import Store
 
     store = Store(Path(tmp_path_factory.mktemp("served")) / "run")
-    tokens = store.tokens(["ada", "bob", "group/../eve %"])
+    tokens = store.tokens(["ada", "bob", "cleo", "group/../eve %"])
     cpu = torch.device("cpu")
     bases = [BaseModel(name, "shape:tiny-qwen3", device=cpu, dtype="float32") for name in ("tiny", "worded")]
     tokenizer = AutoTokenizer.from_pretrained(bundled_folder("smollm2-135m"))  # all 256 ids are in it

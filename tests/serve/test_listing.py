@@ -22,8 +22,8 @@ def get(served: Any, path: str, user: str = "ada") -> Any:
 
 def test_training_runs(served: Any) -> None:
     """`tinker-cookbook` looks up the base model and the renderer of a checkpoint in its training run."""
-    eve = "group/../eve %"
-    own = tinker.ServiceClient(base_url=served.url, api_key=served.tokens[eve])
+    cleo = "cleo"  # no other test has runs of hers
+    own = tinker.ServiceClient(base_url=served.url, api_key=served.tokens[cleo])
     rest = own.create_rest_client()
     assert rest.list_training_runs().result().cursor.total_count == 0
     client = own.create_lora_training_client("tiny", rank=3, seed=1, user_metadata=NOTES).result()
@@ -37,7 +37,7 @@ def test_training_runs(served: Any) -> None:
     run = rest.get_training_run_by_tinker_path(state.path).result()
     assert run == runs.training_runs[0]
     assert (run.base_model, run.is_lora, run.lora_rank, run.corrupted) == ("tiny", True, 3, False)
-    assert (run.model_owner, run.user_metadata) == (eve, NOTES)
+    assert (run.model_owner, run.user_metadata) == (cleo, NOTES)
     assert run.last_checkpoint.tinker_path == state.path
     assert run.last_sampler_checkpoint.tinker_path == sampler.path
     page = rest.list_training_runs(limit=1, offset=1).result()
@@ -62,9 +62,9 @@ def test_training_runs(served: Any) -> None:
     assert state.path not in str(bob.list_user_checkpoints(limit=1000).result())
 
     own.close("success")  # runs stay as long as their checkpoints
-    found = get(served, "training_runs", eve)["training_runs"]
+    found = get(served, "training_runs", cleo)["training_runs"]
     assert [one["training_run_id"] for one in found] == [client.model_id]
-    kept = get(served, f"training_runs/{client.model_id}", eve)
+    kept = get(served, f"training_runs/{client.model_id}", cleo)
     assert (kept["base_model"], kept["lora_rank"], kept["user_metadata"]) == ("tiny", 3, NOTES)
     assert kept["last_checkpoint"]["tinker_path"] == state.path
 
