@@ -61,7 +61,7 @@ def test_training_runs(served: Any) -> None:
     assert client.model_id not in str(bob.list_training_runs(limit=1000).result())
     assert state.path not in str(bob.list_user_checkpoints(limit=1000).result())
 
-    own.close("success")  # runs stay as long as their checkpoints
+    own.close("success").result()  # runs stay as long as their checkpoints
     found = get(served, "training_runs", cleo)["training_runs"]
     assert [one["training_run_id"] for one in found] == [client.model_id]
     kept = get(served, f"training_runs/{client.model_id}", cleo)
