@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tinker import types
 from torch import Tensor
 
 from lockstep.errors import DataError, EngineError, LockstepError
-from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.schema.rollout import GenerationRequest
 from lockstep.serve import wire
 from lockstep.serve.losses import ServedLoss, make_loss
 from lockstep.serve.models import (
@@ -35,7 +36,9 @@ from lockstep.serve.models import (
     TrainingModel,
     document,
 )
+from lockstep.serve.ranks import RankedModel, RankModels
 from lockstep.serve.run_files import ServedRun
+from lockstep.serve.sampling import sampled
 from lockstep.serve.sessions import Client, Gone, Sampling, Session, Sessions, spec_of
 from lockstep.serve.store import WEIGHTS, About, Checkpoint, Store, checked_name
 from lockstep.serve.work import Answer, Job, Worker
@@ -63,11 +66,12 @@ class Service:
         *,
         most_clients: int = MOST_CLIENTS,
         sample_seconds: float = SAMPLE_SECONDS,
+        ranks: RankModels | None = None,
     ) -> None:
         self.bases = {base.name: base for base in bases}
-        self.store, self._sample_seconds = store, sample_seconds
+        self.store, self._sample_seconds, self._ranks = store, sample_seconds, ranks
         self.sessions = Sessions(self.bases, store, most_clients=most_clients)
-        self.worker = Worker(self._sample_together, most_together=MAX_BATCH)
+        self.worker = Worker(self._sample_together, most_together=MAX_BATCH, ranks=ranks)
         self._samplers: OrderedDict[tuple[Any, ...], Sampler] = OrderedDict()
         self._salt = secrets.token_hex(16)
 
@@ -108,7 +112,7 @@ class Service:
         session.clients[client.id] = client  # only now: a client that was not queued is not there
         return request_id
 
-    def _trained(self, client: Client) -> TrainingModel:
+    def _trained(self, client: Client) -> TrainingModel | RankedModel:
         """Return a client's model, made or loaded if it is not in memory.
 
         Raises:
@@ -118,12 +122,21 @@ class Service:
         if client.lost:
             raise client.lost_steps()
         if client.model is None and client.origin is None:
-            client.model = TrainingModel(client.base, client.spec)
+            client.model = self._made(client)
         elif client.model is None:
             assert client.origin is not None
             folder = self.store.find(client.origin, owner=client.user, written=client.written).folder
-            client.model = TrainingModel.load(client.base, client.spec, folder, optimizer=client.optimizer)
+            client.model = self._made(client, folder, optimizer=client.optimizer)
         return client.model
+
+    def _made(
+        self, client: Client, folder: Path | None = None, *, optimizer: bool = False
+    ) -> TrainingModel | RankedModel:
+        if self._ranks is not None:
+            return self._ranks.make(client.base, client.spec, folder, optimizer=optimizer)
+        if folder is None:
+            return TrainingModel(client.base, client.spec)
+        return TrainingModel.load(client.base, client.spec, folder, optimizer=optimizer)
 
     def _base(self, name: str) -> BaseModel:
         if name not in self.bases:
@@ -376,8 +389,7 @@ class Service:
         def run() -> Answer:
             saved = self._fitting_state(client, request.path)
             session.write({"client": client.number, "loaded": request.seq_id, "written": saved.about.time})
-            model = TrainingModel.load(client.base, client.spec, saved.folder, optimizer=request.optimizer)
-            client.model, client.lost = model, False
+            client.model, client.lost = self._made(client, saved.folder, optimizer=request.optimizer), False
             return _json({"path": saved.path, "model_id": client.id, "type": "load_weights"})
 
         does = {"does": "load", "path": request.path, "optimizer": request.optimizer}
@@ -473,7 +485,7 @@ class Service:
             "ones, or start the server with a higher --sample-seconds"
         )
         return [
-            late if any(one.finish_reason == "abort" for one in group) else _sampled(sampler, request, group)
+            late if any(one.finish_reason == "abort" for one in group) else sampled(sampler, request, group)
             for request, group in zip(requests, groups, strict=True)
         ]
 
@@ -523,38 +535,6 @@ class Service:
         else:
             job.future.set_exception(DataError(f"wrong-state: the result of {request_id} is not kept"))
         return job
-
-
-def _sampled(sampler: Sampler, request: wire.SampleRequest, group: Sequence[Completion]) -> Answer:
-    sequences = []
-    for completion in group:
-        whole = (*completion.prompt_token_ids, *completion.token_ids)
-        logprobs = torch.tensor(completion.logprobs, dtype=torch.float32)
-        # The engine's are of the logits it drew from; the API's are at temperature 1, which greedy counts as.
-        if request.sampling.temperature not in (0.0, 1.0):
-            logprobs = sampler.score(whole)[len(completion.prompt_token_ids) - 1 :]
-        top = None
-        if request.top_sampled:
-            top = sampler.candidates(whole, request.top_sampled, last=len(completion.token_ids))
-        stopped = completion.finish_reason == "stop"
-        sequences.append(
-            wire.Sampled(token_ids=completion.token_ids, logprobs=logprobs, stopped=stopped, top=top)
-        )
-    length = len(request.prompt)
-    return Answer(wire.sample_response(sequences, _scored(sampler, request), length=length), protobuf=True)
-
-
-def _scored(sampler: Sampler, request: wire.SampleRequest) -> wire.ScoredPrompt:
-    prompt, logprobs, top, targets = request.prompt, None, None, None
-    if request.prompt_logprobs:
-        logprobs = torch.full((len(prompt),), math.nan)
-        if request.last:
-            logprobs[-request.last :] = sampler.score(prompt)[-request.last :]
-    if request.top_prompt and request.last:
-        top = sampler.candidates(prompt, request.top_prompt, last=request.last)
-    if request.targets is not None and len(request.targets):
-        targets = sampler.candidates(prompt, request.targets, last=len(request.targets))[1]
-    return wire.ScoredPrompt(logprobs=logprobs, top=top, targets=targets)
 
 
 def _loss_of(loss: ServedLoss, datum: wire.Datum, logprobs: Tensor) -> float:
