@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lockstep.engine.remote.server import free_port
+
 tinker = pytest.importorskip("tinker", reason="the client of the API; `pip install lockstep-rl[serve]`")
 types = tinker.types
 PROMPT = [5, 6, 7, 8, 9]
 SECONDS = 240
+
+
+class Killable:
+    """`lockstep serve` as a process of its own, always on the same port and directory."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.directory, self.port, self._flags = directory, free_port(), flags
+        self._errors = directory.with_name(f"{directory.name}.err")
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+        self.tokens = json.loads((directory / "tokens.json").read_text())
+        self.store = SimpleNamespace(directory=directory)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "lockstep", "serve", "--model", "tiny=shape:tiny-qwen3"]
+        command += [*self._flags, "--dir", str(self.directory), "--port", str(self.port), "--user", "ada"]
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(os.environ)
+            )
+        assert self.process.stdout is not None
+        assert any(line.strip() == "serve: ready" for line in self.process.stdout)
+
+    def another(self) -> str:
+        """What a second server in the same directory says."""
+        command = [*self.process.args[:-3], str(self.port + 1), "--user", "ada"]  # type: ignore[index]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False).stderr
+
+    def told(self) -> str:
+        """What the server wrote to stderr."""
+        return self._errors.read_text()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(60)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
 
 
 def datum(tokens: list[int], **floats: list[float]) -> Any:

@@ -3,53 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from serving import PROMPT, SECONDS, datum, forward, message, post, result, sampled, tinker, types
-
-from lockstep.engine.remote.server import free_port
-
-
-class Killable:
-    """`lockstep serve` as a process of its own, always on the same port and directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.port = directory, free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-        self.tokens = json.loads((directory / "tokens.json").read_text())
-        self.store = SimpleNamespace(directory=directory)
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "lockstep", "serve", "--model", "tiny=shape:tiny-qwen3"]
-        command += ["--dir", str(self.directory), "--port", str(self.port), "--user", "ada"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-        assert self.process.stdout is not None
-        assert any(line.strip() == "serve: ready" for line in self.process.stdout)
-
-    def another(self) -> str:
-        """What a second server in the same directory says."""
-        command = [*self.process.args[:-3], str(self.port + 1), "--user", "ada"]  # type: ignore[index]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False).stderr
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(60)
-
-    def restart(self) -> None:
-        self.kill()
-        self.start()
+from serving import PROMPT, SECONDS, Killable, datum, forward, message, post, result, sampled, tinker, types
 
 
 @pytest.fixture(scope="module")

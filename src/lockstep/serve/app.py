@@ -347,12 +347,20 @@ class Server:
         self._server = HttpServer(app, listening)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Answer requests; `ready` is called when the first can be answered."""
-        self._service.worker.start()
+        """Answer requests; `ready` is called when the first can be answered.
+
+        Raises:
+            RankError: another rank is gone, or did not arrive in time.
+        """
+        worker = self._service.worker
+        worker.on_failure = self.stop
+        worker.start()
         try:
             self._server.run(ready)
         finally:
-            self._service.worker.close()
+            worker.close()
+            if worker.failure is not None:
+                raise worker.failure
 
     def stop(self) -> None:
         """End `run`, from another thread."""

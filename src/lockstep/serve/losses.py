@@ -84,7 +84,11 @@ class ServedLoss:
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
         """Return the loss, as the client adds it up over the requests of a call."""
-        return {"loss:sum": math.fsum(float(loss) for loss in stats.losses)}
+        return self.total([float(loss) for loss in stats.losses])
+
+    def total(self, losses: Sequence[float]) -> dict[str, float]:
+        """`metrics` of these losses; their order does not matter."""
+        return {"loss:sum": math.fsum(losses)}
 
 
 def make_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:

@@ -34,10 +34,10 @@ from lockstep.models.lora import add_lora, targets_of
 from lockstep.observe.files import write_json
 from lockstep.ops.logprobs import HeadOptions, head_logits, linear_logprobs
 from lockstep.packing import pack
-from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, RolloutSample, TrainSample, policy_samples
 from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import WeightUpdate
+from lockstep.serve.losses import ServedLoss
 from lockstep.serve.wire import Datum
 from lockstep.train.local import LocalBackend
 from lockstep.train.loss_module import LossModule, head_rows, scatter
@@ -198,18 +198,22 @@ class TrainingModel:
         return [value[: len(d.inputs)] for value, d in zip(values, datums, strict=True)]
 
     def forward_backward(
-        self, datums: Sequence[Datum], loss: TokenLoss
+        self, datums: Sequence[Datum], loss: ServedLoss
     ) -> tuple[list[Tensor], dict[str, float]]:
         """Add the gradients of the loss. Returns the logprobs as `forward` does, and metrics.
 
         Raises:
             TrainError: a loss is not finite; the gradients are as before the call.
         """
-        batches = [document(datum) for datum in datums]
         with self.backend.keeping_gradients():
-            stats = self.backend.forward_backward(batches, loss)
+            logprobs, losses = self.add_gradients(datums, loss)
+        return logprobs, loss.total(losses)
+
+    def add_gradients(self, datums: Sequence[Datum], loss: ServedLoss) -> tuple[list[Tensor], list[float]]:
+        """`forward_backward` with the loss of each datum, and without gradients if it fails."""
+        stats = self.backend.forward_backward([document(datum) for datum in datums], loss)
         logprobs = [v[: len(d.inputs)] for v, d in zip(stats.logprobs, datums, strict=True)]
-        return logprobs, loss.metrics(batches, stats)
+        return logprobs, [float(one) for one in stats.losses]
 
     def optim_step(self, adam: AdamSettings) -> dict[str, float]:
         """Take an AdamW step with these numbers. Raises TrainError: no gradients, or not finite ones."""

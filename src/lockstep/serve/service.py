@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from lockstep.serve.models import (
     Sampler,
     TrainingModel,
 )
+from lockstep.serve.ranks import RankedModel, RankModels
 from lockstep.serve.run_files import ServedRun
 from lockstep.serve.sessions import Client, Gone, Sampling, Session, Sessions, spec_of
 from lockstep.serve.store import WEIGHTS, About, Checkpoint, Store, checked_name
@@ -62,11 +64,12 @@ class Service:
         *,
         most_clients: int = MOST_CLIENTS,
         sample_seconds: float = SAMPLE_SECONDS,
+        ranks: RankModels | None = None,
     ) -> None:
         self.bases = {base.name: base for base in bases}
-        self.store, self._sample_seconds = store, sample_seconds
+        self.store, self._sample_seconds, self._ranks = store, sample_seconds, ranks
         self.sessions = Sessions(self.bases, store, most_clients=most_clients)
-        self.worker = Worker(self._sample_together, most_together=MAX_BATCH)
+        self.worker = Worker(self._sample_together, most_together=MAX_BATCH, ranks=ranks)
         self._samplers: OrderedDict[tuple[Any, ...], Sampler] = OrderedDict()
         self._salt = secrets.token_hex(16)
 
@@ -108,7 +111,7 @@ class Service:
         session.clients[client.id] = client  # only now: a client that was not queued is not there
         return request_id
 
-    def _trained(self, client: Client) -> TrainingModel:
+    def _trained(self, client: Client) -> TrainingModel | RankedModel:
         """Return a client's model, made or loaded if it is not in memory.
 
         Raises:
@@ -118,12 +121,21 @@ class Service:
         if client.lost:
             raise client.lost_steps()
         if client.model is None and client.origin is None:
-            client.model = TrainingModel(client.base, client.spec)
+            client.model = self._made(client)
         elif client.model is None:
             assert client.origin is not None
             folder = self.store.find(client.origin, owner=client.user, written=client.written).folder
-            client.model = TrainingModel.load(client.base, client.spec, folder, optimizer=client.optimizer)
+            client.model = self._made(client, folder, optimizer=client.optimizer)
         return client.model
+
+    def _made(
+        self, client: Client, folder: Path | None = None, *, optimizer: bool = False
+    ) -> TrainingModel | RankedModel:
+        if self._ranks is not None:
+            return self._ranks.make(client.base, client.spec, folder, optimizer=optimizer)
+        if folder is None:
+            return TrainingModel(client.base, client.spec)
+        return TrainingModel.load(client.base, client.spec, folder, optimizer=optimizer)
 
     def _base(self, name: str) -> BaseModel:
         if name not in self.bases:
@@ -375,8 +387,7 @@ class Service:
         def run() -> Answer:
             saved = self._fitting_state(client, request.path)
             session.write({"client": client.number, "loaded": request.seq_id, "written": saved.about.time})
-            model = TrainingModel.load(client.base, client.spec, saved.folder, optimizer=request.optimizer)
-            client.model, client.lost = model, False
+            client.model, client.lost = self._made(client, saved.folder, optimizer=request.optimizer), False
             return _json({"path": saved.path, "model_id": client.id, "type": "load_weights"})
 
         does = {"does": "load", "path": request.path, "optimizer": request.optimizer}

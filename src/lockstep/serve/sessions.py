@@ -25,6 +25,7 @@ from lockstep.common_errors import cannot_write
 from lockstep.errors import CheckpointError, DataError
 from lockstep.observe.files import json_lines, parse_json
 from lockstep.serve.models import AdapterSpec, BaseModel, TrainingModel
+from lockstep.serve.ranks import RankedModel
 from lockstep.serve.run_files import ServedRun
 from lockstep.serve.store import Checkpoint, Store
 from lockstep.serve.work import Busy
@@ -57,7 +58,7 @@ class Client:
     """When `origin` was written: its owner may have overwritten it since."""
     optimizer: bool = True
     """Whether the states of the optimizer come from there too."""
-    model: TrainingModel | None = None
+    model: TrainingModel | RankedModel | None = None
     """None until the worker has made it."""
     last_seq: int = 0
     lost: bool = False

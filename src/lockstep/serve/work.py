@@ -10,18 +10,21 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lockstep.errors import DataError, LockstepError, TrainError
 from lockstep.observe.memory import is_out_of_memory
+from lockstep.ranks.context import RankError
 
 log = logging.getLogger(__name__)
 MOST_WAITING, MOST_WAITING_BYTES = 10_000, 2**30
 """Requests that may wait for the worker, and the size of their bodies; more are refused for now."""
 MOST_KEPT, MOST_KEPT_BYTES = 50_000, 2**30
 """Results that are kept for clients that ask again."""
+_WAIT_SECONDS = 5.0
+"""Between two signs of life for other ranks."""
 
 
 class Busy(DataError):
@@ -52,18 +55,34 @@ class Job:
     future: Future[Answer] = field(default_factory=Future)
 
 
+class Ranks(Protocol):
+    """See serve.ranks.RankModels."""
+
+    def idle(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class Worker:
     """Executes jobs one after the other, in a thread of its own.
 
     Args:
         run_batch: executes jobs of one batch together and returns what each comes to.
         most_together: jobs of one batch.
+        ranks: the other ranks, which hear from this one also while there is nothing to do.
     """
 
     def __init__(
-        self, run_batch: Callable[[Sequence[Job]], Sequence[Answer | LockstepError]], *, most_together: int
+        self,
+        run_batch: Callable[[Sequence[Job]], Sequence[Answer | LockstepError]],
+        *,
+        most_together: int,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._run_batch, self._most = run_batch, most_together
+        self._run_batch, self._most, self._ranks = run_batch, most_together, ranks
+        self.failure: RankError | None = None
+        """Of the ranks, which ends the worker."""
+        self.on_failure: Callable[[], None] = lambda: None
         self._lanes: OrderedDict[str, deque[Job]] = OrderedDict()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._waiting = self._waiting_bytes = self._kept_bytes = 0
@@ -104,11 +123,14 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join(seconds)
 
-    def _next(self) -> list[Job]:
+    def _next(self) -> list[Job] | None:
+        """Return the jobs that run next; none yet; None at the end."""
         with self._changed:
-            while not self._lanes and not self._closed:
-                self._changed.wait()
+            if not self._lanes and not self._closed:
+                self._changed.wait(_WAIT_SECONDS)
             if self._closed:
+                return None
+            if not self._lanes:
                 return []
             first = self._pop(next(iter(self._lanes)))
             jobs = [first]
@@ -130,45 +152,51 @@ class Worker:
         return job
 
     def _work(self) -> None:
-        while jobs := self._next():
-            started = time.monotonic()
-            results = self._results(jobs)
-            for job, result in zip(jobs, results, strict=True):
-                if isinstance(result, Answer):
-                    job.future.set_result(result)
-                else:
-                    job.future.set_exception(result)
-                job.run = job.payload = None  # the job is kept for its result, not for what was sent
-                self._keep(job, result)
-            log.info("%s x %d: %.3f s", jobs[0].id, len(jobs), time.monotonic() - started)
+        try:
+            while self.failure is None and (jobs := self._next()) is not None:
+                if jobs:
+                    self._execute(jobs)
+                elif self._ranks is not None:
+                    self._ranks.idle()
+            if self._ranks is not None and self.failure is None:
+                self._ranks.end()
+        except RankError as error:
+            self.failure = error
+        if self.failure is not None:
+            with self._changed:
+                self._closed = True
+            self.on_failure()
+
+    def _execute(self, jobs: Sequence[Job]) -> None:
+        started = time.monotonic()
+        results = self._results(jobs)
+        for job, result in zip(jobs, results, strict=True):
+            if isinstance(result, Answer):
+                job.future.set_result(result)
+            else:
+                job.future.set_exception(result)
+            job.run = job.payload = None  # the job is kept for its result, not for what was sent
+            self._keep(job, result)
+        log.info("%s x %d: %.3f s", jobs[0].id, len(jobs), time.monotonic() - started)
 
     def _results(self, jobs: Sequence[Job]) -> Sequence[Answer | Exception]:
         try:
             if jobs[0].run is not None:
                 return [jobs[0].run()]
             return self._run_batch(jobs)
+        except RankError as error:
+            self.failure = error
+            return [error] * len(jobs)
         except LockstepError as error:
             if len(jobs) == 1:
                 return [error]
             return [self._results([job])[0] for job in jobs]  # the others may be right
         except Exception as error:
             if is_out_of_memory(error):
-                return [self._no_memory(jobs[0].id, error)] * len(jobs)
+                return [no_memory(f"request {jobs[0].id}", error)] * len(jobs)
             # A bug: its requests fail, and the other users' go on.
             log.exception("request %s", jobs[0].id)
             return [error] * len(jobs)
-
-    @staticmethod
-    def _no_memory(request_id: str, error: Exception) -> TrainError:
-        log.warning("request %s: %s", request_id, error)
-        error.__traceback__ = None  # its frames hold the tensors
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return TrainError(
-            f"out-of-memory: there is no memory for request {request_id}; close clients that are done, take "
-            "a lower rank, or send shorter documents"
-        )
 
     def _keep(self, job: Job, result: Answer | Exception) -> None:
         with self._changed:
@@ -183,3 +211,16 @@ class Worker:
 
     def _full(self) -> bool:
         return len(self._jobs) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES
+
+
+def no_memory(what: str, error: Exception) -> TrainError:
+    """Free what an error without memory holds, and return the one that a client is told."""
+    log.warning("%s: %s", what, error)
+    error.__traceback__ = None  # its frames hold the tensors
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return TrainError(
+        f"out-of-memory: there is no memory for {what}; close clients that are done, take "
+        "a lower rank, or send shorter documents"
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig, outside_of_runs
@@ -24,6 +25,7 @@ from lockstep.observe import flight
 from lockstep.observe.metrics import Spans
 from lockstep.packing import Bucket, repack
 from lockstep.protocols.train import OffloadPart, Reference, StepStats, TokenLoss
+from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PreferenceBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.base import MasterBackend, compile_module
@@ -214,10 +216,31 @@ class LocalBackend(MasterBackend):
         try:
             yield
         except BaseException:
-            if kept is not None:
+            if kept is None:
+                self.drop_gradients()
+            else:
                 self._gradients.restore(kept)
                 self._pending = pending
             raise
+
+    def add_up_gradients(self, ranks: RankContext) -> None:
+        """Replace the gradients since the last optimizer step by their sums over ranks, each of which has a
+        backend of its own with the same weights. Collective.
+
+        Raises:
+            RankError: another rank is gone, or did not arrive in time.
+        """
+        own = self._gradients.collect()
+        used = ranks.gather([g is not None for g in own], list[bool], what="which gradients there are")
+        sums = self._gradients.zeros_for_unused(own, [any(on_ranks) for on_ranks in zip(*used, strict=True)])
+
+        def add_up() -> None:
+            for gradient in sums:
+                if gradient is not None:
+                    dist.all_reduce(gradient)
+
+        ranks.wait_for(add_up, "the gradients of a step")
+        self._gradients.replace(sums)
 
     def live_gradients(self) -> dict[str, Tensor]:
         """The gradients since the last optimizer step by Parameter name, on their own device, neither clipped

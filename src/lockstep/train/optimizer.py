@@ -445,6 +445,33 @@ class GradientStore:
             if buffer is not None:
                 self._buffers[parameter] = buffer.to(parameter.device)
 
+    def zeros_for_unused(
+        self, gradients: Sequence[Tensor | None], used: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients that `collect` returned as they are added up: in the dtype of sums, and zeros
+        where there is none though it is used."""
+        buffered = set(self._buffered)
+        made: list[Tensor | None] = []
+        for p, gradient, wanted in zip(self.parameters, gradients, used, strict=True):
+            dtype = torch.float32 if p in buffered else p.dtype
+            if not wanted:
+                made.append(None)
+            else:
+                made.append(torch.zeros_like(p, dtype=dtype) if gradient is None else gradient.to(dtype))
+        return made
+
+    def replace(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take these, of the dtype of sums, in place of all gradients."""
+        self.clear()
+        buffered = set(self._buffered)
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if p in buffered:
+                self._buffers[p] = gradient.detach()
+            else:
+                p.grad = gradient.detach()
+
     def clear(self) -> None:
         """Drop every gradient. On a CPU the buffers are kept: fresh pages cost as much as the sums
         themselves; on a GPU their memory is what the engine's KV cache wants."""
