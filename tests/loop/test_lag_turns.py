@@ -99,7 +99,7 @@ def test_a_killed_run_with_tools_goes_on_to_the_same_bits(start: Start, tmp_path
     assert weights_of(killed) == weights_of(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_engine_apart_goes_on_with_tools_while_the_trainer_works(start: Start, tmp_path: Path) -> None:
     assert start("apart", "new", apart=True) == 0
     check_ledger(tmp_path / "apart")
