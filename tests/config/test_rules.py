@@ -143,8 +143,8 @@ BREAKING: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
     "run (rl lag)": (
         GRPORun,
         [
-            LAG | {"rewards": (), "environment": {"name": "m:C"}},
             LAG | {"engine": {"name": "hf"}},
+            FIXED | {"rewards": (), "environment": {"name": "m:C"}, "engine": APART},
             FIXED | {"engine": {"name": "native"}},
             FIXED | {"engine": APART},
             FIXED | {"engine": APART | {"replicas": 2}, "train": {"batch_invariant": True}},

@@ -2,9 +2,10 @@
 
 killed_run.py CONFIG RUN_DIR new|resume CALLS [STEP]
 
-It kills itself in step STEP when CALLS calls have ended, and none is running.
+It kills itself in step STEP when CALLS calls have ended, and none is running: no other one begins then.
 """
 
+import asyncio
 import os
 import signal
 import sys
@@ -16,7 +17,8 @@ from lockstep.environments.journal import Journal
 if __name__ == "__main__":
     config, run_dir, how, *kill = sys.argv[1:]
     if kill:
-        begun, ended, write, begin = set(), set(), Journal.write, Journal.begin
+        begun, ended = set(), set()
+        write, begin, begin_call = Journal.write, Journal.begin, Journal.begun
         calls, step = map(int, kill)
 
         def started(journal, what):
@@ -25,13 +27,18 @@ if __name__ == "__main__":
             journal.kills = what == f"step-{step:06d}"
             begin(journal, what)
 
+        async def held_back(journal, key):
+            if journal.kills and len(begun & ended) >= calls:
+                await asyncio.Event().wait()
+            await begin_call(journal, key)
+
         def counted(journal, entry):
             write(journal, entry)
             (ended if "value" in entry else begun).add(entry["key"])
             if journal.kills and len(begun & ended) >= calls and begun <= ended:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        Journal.begin, Journal.write = started, counted
+        Journal.begin, Journal.begun, Journal.write = started, held_back, counted
     run = load_run(Path(config))
     if how == "new":
         train_online(run.model_copy(update={"run_dir": Path(run_dir)}))

@@ -15,7 +15,7 @@ from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import CheckpointError
 from lockstep.protocols.engine import Finished
 from lockstep.rollout.background import Background
-from lockstep.rollout.partial import PartialRollouts
+from lockstep.rollout.partial import PartialRollouts, Schedule
 from lockstep.rollout.sampler import GroupSampler
 
 LAG, PROMPTS = 2, 4
@@ -137,12 +137,60 @@ def test_what_was_begun_under_a_longer_lag_is_refused():
         steps(1, 2, 3, states, lag=1)
 
 
+class Remembering(Numbers):
+    """Scores a trajectory by what it remembers of it, and forgets that."""
+
+    goes_on = True
+
+    def __init__(self):
+        super().__init__(prompts=Prompts(1000))
+        self.remembered = set()
+
+    async def run(self, task, sample):
+        trajectory = await sample()
+        self.remembered.add(sample.seed)
+        return trajectory
+
+    def can_score(self, trajectory):
+        return trajectory.seed in self.remembered
+
+    def score(self, groups):
+        for _, trajectories in groups:
+            for one in trajectories:
+                self.remembered.remove(one.seed)
+        return super().score(groups)
+
+
+def test_a_group_is_scored_once_though_a_resume_has_to_hear_of_its_ends_again():
+    def partial():
+        sampler = GroupSampler(engine=Cut(0), environment=Remembering())
+        return PartialRollouts(sampler, rollout=ROLLOUT, run_seed=0, steps=6)
+
+    def steps_of(partial, first, last):
+        found = []
+        for partial._sampler.engine.version in range(first, last):
+            found.append(partial.step(partial._sampler.engine.version).groups)
+            partial.commit()
+        return samples(found, first)
+
+    whole, before = partial(), partial()
+    straight = steps_of(whole, 0, 6)
+    steps_of(before, 0, 2)
+    state = before.state().received({n: make_prompt(n) for n in before.state().share.numbers})
+    ended = [[one.trajectory.finish_reason != "abort" for one in group] for group in state.rollouts]
+    assert any(all(group) and len(group) == 3 for group in ended)  # nothing of it is sampled again
+    resumed = partial()
+    resumed.restore([before.state()])
+    assert steps_of(resumed, 2, 6) == {key: one for key, one in straight.items() if key[0] >= 2}
+
+
 def test_what_goes_on_to_a_border_is_not_aborted_while_it_is_waited_for():
     """Ctrl-C comes in the thread that waits."""
     engine = Cut(0)
     engine.cuts_at_borders = True
     sampler = GroupSampler(engine=engine, environment=Numbers(prompts=Prompts(1000)))
-    partial = PartialRollouts(sampler, rollout=ROLLOUT, run_seed=0, steps=6, background=True, slots=4)
+    schedule = Schedule(background=True, slots=4)
+    partial = PartialRollouts(sampler, rollout=ROLLOUT, run_seed=0, steps=6, schedule=schedule)
     waited = []
 
     class Waiting(Background):

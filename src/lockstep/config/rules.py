@@ -401,15 +401,15 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "run (rl lag)": (
         Rule(
-            lambda r: r.environment is not None,
-            "unsupported-combination: rollout.max_lag = {0.rollout.max_lag} with an environment of several "
-            "turns, whose tools do not outlive a step; set rollout.max_lag = 0",
-        ),
-        Rule(
             lambda r: not r.engine_goes_on,
             "unsupported-combination: rollout.max_lag = {0.rollout.max_lag} with engine.name = "
             "{0.engine.name!r}: only engine.name = 'native' goes on with samples that earlier weights began; "
             "set it, or rollout.max_lag = 0",
+        ),
+        Rule(
+            lambda r: r.rollout.schedule == "fixed" and r.environment is not None,
+            "unsupported-combination: rollout.schedule = 'fixed' with an environment of several turns, whose "
+            "answers take time that no token counts; set rollout.schedule = 'free'",
         ),
         Rule(
             lambda r: r.rollout.schedule == "fixed" and r.engine.process != "separate",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ import psutil
 
 from lockstep.environments.channel import Message, packets, receive_within, send_within
 from lockstep.environments.results import EnvironmentFailure, ToolResult, is_reply, without_controls
-from lockstep.environments.room import Room
+from lockstep.environments.room import Room, allow_descriptors
 from lockstep.environments.zygote import FORK, PRINTED_BYTES, SHARE, Settings
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.text import printable
@@ -97,7 +96,7 @@ class ToolHost:
         self._names = [tool["function"]["name"] for tool in self.tools]
         self.max_live = self._planned() if max_live is None else max_live
         self._room = Room(self.max_live)
-        _allow_descriptors(self.max_live)
+        allow_descriptors(self.max_live)
 
     def describe(self) -> dict[str, Any]:
         """Return what the class is: `target`, `form` ("toolbox" or "gym"), `tools` (JSON schemas), `reward`
@@ -149,8 +148,18 @@ class ToolHost:
                     f"wrong-part: {error}; correct the class, or leave the row out", where=where
                 ) from error
 
+    async def enter(self) -> None:
+        """Wait for the room of an instance, which `open` with has_room then takes."""
+        await self._room.enter()
+
     async def open(
-        self, row: Mapping[str, Any], *, seed: int, where: str = "a sample", state: str | None = None
+        self,
+        row: Mapping[str, Any],
+        *,
+        seed: int,
+        where: str = "a sample",
+        state: str | None = None,
+        has_room: bool = False,
     ) -> Instance:
         """Make an instance, once there is room.
 
@@ -159,19 +168,21 @@ class ToolHost:
             seed: of the sample; `random` and numpy are seeded from it, the turn and the call.
             where: place of the row, for errors.
             state: of an earlier instance, which goes on in this one without the author's constructor.
+            has_room: after `enter`.
 
         Raises:
             EnvironmentFailure: the constructor failed.
             EngineError: the process that has imported the class is gone, or this is a fork of the trainer.
             DataError: the row holds a value that is no data.
         """
-        self._check_owner()
-        job = {"op": "make", "row": encoded(dict(row), where), "seed": seed}
-        if state is not None:
-            job["state"] = state
-        await self._room.enter()
+        if not has_room:
+            await self._room.enter()
         instance = Instance(self, where)
         try:
+            self._check_owner()
+            job = {"op": "make", "row": encoded(dict(row), where), "seed": seed}
+            if state is not None:
+                job["state"] = state
             await instance._start(job)
         except BaseException:
             instance._abandon()
@@ -318,14 +329,6 @@ class ToolHost:
             shared.close()
 
 
-def _allow_descriptors(more: int) -> None:
-    """Raise the soft limit of descriptors, of which many systems allow 1024, by one for each instance."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + more if hard == resource.RLIM_INFINITY else min(1024 + more, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 async def _hand_over(control: socket.socket, request: bytes, channel: socket.socket) -> None:
     """Send a request with a descriptor.
 
@@ -363,6 +366,7 @@ class Instance:
         """Whether it ended and nobody said how."""
         self._left = False
         """Whether its room was given back."""
+        self._parked = False
         self._again: Message | None = None
         """What makes a new one, for a class that allows it."""
 
@@ -434,10 +438,24 @@ class Instance:
             await self._end("it was closed")
         self._abandon()
 
+    def park(self) -> None:
+        """Give its room to others while its trajectory waits for the next step; it lives on."""
+        self._parked = True
+        if not self._left:
+            self._left = True
+            self._host._room.leave()
+
+    def unpark(self) -> None:
+        """Take its room again, also where there is none: waiting for those that wait for it would not end."""
+        self._parked = False
+        if self.gone is None or self._again is not None:
+            self._left = False
+            self._host._room.enter_now()
+
     async def _start(self, job: Message) -> None:
         """Make the author's object in a new process."""
         began = time.monotonic()
-        self._channel, self.gone, self._sent, self._left = None, None, 0, False
+        self._channel, self.gone, self._sent, self._left = None, None, 0, self._parked
         self._channel = await self._host._connected()
         self._shared = self._host._shared
         grace = max(0.0, FORK_SECONDS - (time.monotonic() - began))

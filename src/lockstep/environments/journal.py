@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,16 @@ class Journal:
         run: what tells this run from others that began in the same folder.
         checkpoints: folder of the run's checkpoints; files of steps before the newest one are removed.
         keep: steps before the current one whose files are kept, where there is no newer checkpoint.
+        lag: steps (rollout.max_lag) before the one that a trajectory is trained in, in which it may have made
+            calls. Their files are kept and read as well.
     """
 
-    def __init__(self, folder: Path, *, run: str, rank: int, checkpoints: Path, keep: int) -> None:
-        self.run = run
+    def __init__(
+        self, folder: Path, *, run: str, rank: int, checkpoints: Path, keep: int, lag: int = 0
+    ) -> None:
+        self.run, self._lag = run, lag
+        self._lock = threading.Lock()
+        """Of the file: calls may go on while the next step begins."""
         self._folder, self._rank, self._checkpoints, self._keep = folder, rank, checkpoints, keep
         self._path = folder
         self._step = 0
@@ -51,13 +58,13 @@ class Journal:
         Raises:
             TrainError: files cannot be read or removed.
         """
-        self._close_file()
-        self._step = int(what.rpartition("-")[2])
-        self._path = self._folder / f"{what}.rank-{self._rank}.jsonl"
+        with self._lock:
+            self._close_file()
+            self._step = int(what.rpartition("-")[2])
+            self._path = self._folder / f"{what}.rank-{self._rank}.jsonl"
         with file_errors(self._folder, TrainError, "read"):
             self._remove_old(self._step)
-            # A resumed run may have given the sample to another rank.
-            found = sorted(self._folder.glob(f"{what}.rank-*.jsonl"))
+            found = self._read_by(what)
             self._entries = {}
             for line in (line for path in found for line in path.read_bytes().splitlines()):
                 try:
@@ -65,6 +72,16 @@ class Journal:
                 except ValueError:  # a write that was cut short: its call had not begun
                     continue
                 self._entries[entry["key"]] = self._entries.get(entry["key"], {}) | entry
+
+    def _read_by(self, what: str) -> list[Path]:
+        """The files in which the calls of a step or an evaluation may be: those of all ranks, because a
+        resumed run may have given the sample to another one."""
+        if not self._lag or not what.startswith("step-"):
+            return sorted(self._folder.glob(f"{what}.rank-*.jsonl"))
+        # Evaluations, too: what a step had left running ended there. And later steps, of which a run that was
+        # killed had begun some.
+        first, files = self._step - self._lag, sorted(self._folder.glob("*.jsonl"))
+        return [path for path in files if (match := _FILE.fullmatch(path.name)) and int(match[1]) >= first]
 
     def find(self, key: str) -> Entry | None:
         """Return what is known of a call."""
@@ -80,16 +97,18 @@ class Journal:
         mine = self._written
         async with self._syncing:
             if self._synced < mine:
-                written, file = self._written, self._file
-                assert file is not None, "written to"
-                with self._errors():
-                    await asyncio.to_thread(os.fdatasync, file)
+                with self._lock:
+                    written, file = self._written, self._file
+                    copy = None if file is None else os.dup(file)
+                if copy is not None:  # else the next step has begun, and closed the file
+                    with self._errors():
+                        await asyncio.to_thread(_sync_and_close, copy)
                 self._synced = written
 
     def write(self, entry: Entry) -> None:
         """Append a line, which survives the end of the process. Raises as `begun`."""
         line = json.dumps(entry).encode() + b"\n"
-        with self._errors():
+        with self._lock, self._errors():
             if self._file is None:
                 self._folder.mkdir(exist_ok=True)
                 self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -107,12 +126,16 @@ class Journal:
         Raises:
             TrainError: one cannot be removed.
         """
-        self._close_file()
+        with self._lock:
+            self._close_file()
         with file_errors(self._folder, TrainError, "remove"):
             self._remove_old(self._step + 1)
 
     def _close_file(self) -> None:
         if self._file is not None:
+            if self._synced < self._written and self._lag:
+                os.fdatasync(self._file)
+                self._synced = self._written
             os.close(self._file)
             self._file = None
 
@@ -121,11 +144,18 @@ class Journal:
         first = max([current - self._keep, *(step for step in saved if step <= current)])
         for path in self._folder.glob("*.jsonl"):
             match = _FILE.fullmatch(path.name)
-            if match and int(match[1]) < first:
+            if match and int(match[1]) < first - self._lag:
                 path.unlink(missing_ok=True)  # another rank may be faster
 
     def _errors(self) -> Any:
         return file_errors(self._path, TrainError, "write", advice="free some space, then resume the run")
+
+
+def _sync_and_close(file: int) -> None:
+    try:
+        os.fdatasync(file)
+    finally:
+        os.close(file)
 
 
 def key_of(before: str, *what: Any) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from lockstep.environments.host import Instance, ToolHost
-from lockstep.environments.journal import Journal, key_of
+from lockstep.environments.journal import Entry, Journal, key_of
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.rollout.environment import Sampler
 from lockstep.schema.rollout import Prompt
@@ -33,11 +33,30 @@ class RecordedInstance:
     def __init__(self, host: ToolHost, task: Prompt, sample: Sampler, *, journal: Journal | None) -> None:
         self._host, self._task, self._sample, self._journal = host, task, sample, journal
         self._instance: Instance | None = None
-        self._key = "" if journal is None else key_of(journal.run, host.target, sample.seed)
+        self._key = key_of("" if journal is None else journal.run, host.target, sample.seed)
+        self._first = self._key
+        self._calls: dict[str, asyncio.Future[Entry]] = {}
+        """What was asked, by key: also what an earlier `run` of the trajectory asked, which repeats it."""
+        self._tip = self._key
+        """The key of the last call that the live instance was asked."""
         self._past: list[_Ask] = []
-        """What the journal has answered."""
+        """What was asked before the next call."""
         self._state: str | None = None
         self._gone: str | None = None
+
+    def park(self) -> RecordedInstance:
+        """Let the instance wait for the step in which its trajectory goes on; a call that runs goes on."""
+        if self._instance is not None:
+            self._instance.park()
+        return self
+
+    def repeat(self, sample: Sampler) -> None:
+        """Begin again, for a `run` that goes on with the trajectory: answers that are there are given
+        again."""
+        self._sample, self._key = sample, self._first
+        self._past, self._state, self._gone = [], None, None
+        if self._instance is not None:
+            self._instance.unpark()
 
     @property
     def described(self) -> Mapping[str, Any]:
@@ -91,42 +110,69 @@ class RecordedInstance:
             what: identifies the call among those of the instance.
             interrupted: the answer to a call that has begun and may not be made again; None: it may.
         """
-        if self._journal is None:
-            return await ask(await self._live())
-        self._key = key_of(self._key, *what)
-        entry = self._journal.find(self._key)
-        if entry is not None and "value" in entry:
-            self._past.append(ask)
-            self._state, self._gone = entry["state"], entry["gone"]
-            value = entry["value"]
-            return {**value, "seconds": 0.0} if interrupted is not None else value
-        if entry is not None and interrupted is not None and not self._repeats:
-            value = interrupted()
-        else:
-            instance = await self._live()
-            return await _to_the_end(self._noted(ask, instance, once=interrupted is not None))
-        self._write(value)
-        return value
+        before, self._key = self._key, key_of(self._key, *what)
+        call = self._calls.get(self._key)
+        if call is None:
+            call = self._known(interrupted)
+            if call is None:
+                instance = await self._live(before)
+                self._tip = self._key
+                once = interrupted is not None
+                call = asyncio.ensure_future(self._made(ask, instance, self._key, once=once))
+                call.add_done_callback(lambda one: one.cancelled() or one.exception())
+            self._calls[self._key] = call
+        entry = await self._awaited(call)
+        self._past.append(ask)
+        self._state, self._gone = entry["state"], entry["gone"]
+        return entry["value"]
 
-    async def _noted(self, ask: _Ask, instance: Instance, *, once: bool) -> Any:
-        assert self._journal is not None, "asked for"
-        if once:
-            await self._journal.begun(self._key)
+    def _known(self, interrupted: Callable[[], dict[str, Any]] | None) -> asyncio.Future[Entry] | None:
+        """What the journal knows of the call; None: it is to be made."""
+        entry = None if self._journal is None else self._journal.find(self._key)
+        if entry is None:
+            return None
+        if "value" in entry and interrupted is not None:
+            entry = entry | {"value": entry["value"] | {"seconds": 0.0}}
+        elif "value" not in entry:
+            if interrupted is None or self._repeats:
+                return None
+            entry = {"key": self._key, "value": interrupted(), "state": self._state, "gone": self._gone}
+            assert self._journal is not None, "asked above"
+            self._journal.write(entry)
+        known: asyncio.Future[Entry] = asyncio.get_running_loop().create_future()
+        known.set_result(entry)
+        return known
+
+    async def _made(self, ask: _Ask, instance: Instance, key: str, *, once: bool) -> Entry:
+        """Make a call, and note it."""
+        if self._journal is not None and once:
+            await self._journal.begun(key)
         value = await ask(instance)
-        self._state, self._gone = instance.state, instance.gone
-        self._write(value)
-        return value
+        entry = {"key": key, "value": value, "state": instance.state, "gone": instance.gone}
+        if self._journal is not None:
+            self._journal.write(entry)
+        return entry
 
-    def _write(self, value: Any) -> None:
-        assert self._journal is not None, "asked for"
-        self._journal.write({"key": self._key, "value": value, "state": self._state, "gone": self._gone})
+    async def _awaited(self, call: asyncio.Future[Entry]) -> Entry:
+        """Await a call; when that is cancelled, wait for its end, so that a resumed run has its answer,
+        unless this run goes on with it."""
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if not self._sample.goes_on:
+                await _to_its_end(call)
+            raise
 
     @property
     def _repeats(self) -> bool:
         return bool(self.described["repeatable"])
 
-    async def _live(self) -> Instance:
-        """The instance, as it was after the last call."""
+    async def _live(self, before: str) -> Instance:
+        """The instance, as it was after the last call, whose key is `before`."""
+        if self._instance is not None and self._tip != before:
+            # An aborted step had asked it for more, and the policy has written something else this time.
+            gone, self._instance = self._instance, None
+            await gone.close()
         if self._instance is None:
             host, where = self._host, self._task.where or "a sample"
             if self._past and not self._repeats and self._gone is not None:
@@ -139,25 +185,38 @@ class RecordedInstance:
                     kind="interrupted",
                 )
             else:
-                state = None if self._repeats else self._state
-                opened = host.open(self._task.row, seed=self._sample.seed, where=where, state=state)
-                self._instance = await self._sample.in_line(opened)
-                for ask in self._past if self._repeats else ():
-                    await ask(self._instance)
+                self._instance = await self._sample.in_line(self._opened(where))
         return self._instance
 
+    async def _opened(self, where: str) -> Instance:
+        host, sample = self._host, self._sample
+        state = None if self._repeats else self._state
+        sample.queued = True
+        try:
+            await host.enter()
+        finally:
+            sample.queued = False
+        instance = await host.open(self._task.row, seed=sample.seed, where=where, state=state, has_room=True)
+        try:
+            for ask in self._past if self._repeats else ():
+                await ask(instance)
+        except BaseException:
+            await instance.close()
+            raise
+        return instance
 
-async def _to_the_end(call: Coroutine[Any, Any, Any]) -> Any:
-    """Await a call; when that is cancelled, wait for its end, at most LAST_SECONDS, so that a resumed run has
-    its answer."""
-    task, loop = asyncio.ensure_future(call), asyncio.get_running_loop()
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        deadline = loop.time() + LAST_SECONDS
-        while not task.done() and (left := deadline - loop.time()) > 0:
-            with contextlib.suppress(asyncio.CancelledError):  # run_episodes cancels twice
-                await asyncio.wait([task], timeout=left)
-        if not task.cancel() and not task.cancelled():
-            task.exception()  # nobody asks for it any more
-        raise
+    async def end(self) -> None:
+        """Wait for a call that runs, at most LAST_SECONDS, and end the instance."""
+        for call in self._calls.values():
+            await _to_its_end(call)
+        await self.close()
+
+
+async def _to_its_end(call: asyncio.Future[Entry]) -> None:
+    """Wait for the end of a call, at most LAST_SECONDS; then it is cancelled."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + LAST_SECONDS
+    while not call.done() and (left := deadline - loop.time()) > 0:
+        with contextlib.suppress(asyncio.CancelledError):  # run_episodes cancels twice
+            await asyncio.wait([call], timeout=left)
+    call.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import threading
 from collections import deque
 
@@ -21,7 +22,7 @@ class Room:
         """Wait for room."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            if self._free:
+            if self._free > 0:
                 self._free -= 1
                 return
             turn = loop.create_future()
@@ -35,11 +36,16 @@ class Room:
                 self.leave()  # it was given in the same moment
             raise
 
+    def enter_now(self) -> None:
+        """Take room that may not be there: others wait until as much has been given back."""
+        with self._lock:
+            self._free -= 1
+
     def leave(self) -> None:
         """Give room back, or on to the one who has waited longest."""
         while True:
             with self._lock:
-                if not self._waiting:
+                if not self._waiting or self._free < 0:
                     self._free += 1
                     return
                 loop, turn = self._waiting.popleft()
@@ -52,3 +58,11 @@ class Room:
             self.leave()
         else:
             turn.set_result(None)
+
+
+def allow_descriptors(more: int) -> None:
+    """Raise the soft limit of descriptors, of which many systems allow 1024, by one for each instance."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + more if hard == resource.RLIM_INFINITY else min(1024 + more, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -10,6 +10,7 @@ The tokens of a trajectory are a `Ledger`: what the policy wrote is never render
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
@@ -25,9 +26,9 @@ from lockstep.data.prompts import FixedPrompts, PromptSet
 from lockstep.environments.calls import CallError
 from lockstep.environments.checks import Checks
 from lockstep.environments.delta import Branch, ConversationTokens, Ledger
-from lockstep.environments.host import FORK_SECONDS
+from lockstep.environments.host import END_SECONDS, FORK_SECONDS
 from lockstep.environments.hosts import ToolHosts
-from lockstep.environments.recorded import RecordedInstance
+from lockstep.environments.recorded import LAST_SECONDS, RecordedInstance
 from lockstep.environments.results import EnvironmentFailure, ToolResult
 from lockstep.environments.turns import PolicyTurn
 from lockstep.errors import ConfigError, DataError, RewardError
@@ -45,6 +46,28 @@ _CHECKED_ROWS = 4
 """Rows for which an instance is made and reset before the first step."""
 
 
+@dataclass(kw_only=True)
+class _Counts:
+    """Counts of a trajectory, or of those that a step has scored: see ToolEnvironment.pop_counts."""
+
+    calls: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    dropped: str | None = None
+    """Why the first sample was dropped."""
+    seconds: float = 0.0
+    checks: Checks = field(default_factory=Checks)
+    check_seconds: float = 0.0
+
+    def add(self, other: _Counts) -> None:
+        """Count what the other has counted."""
+        self.calls += other.calls
+        self.errors.update(other.errors)
+        self.dropped = self.dropped or other.dropped
+        self.seconds += other.seconds
+        self.checks.update(other.checks)
+        self.check_seconds += other.check_seconds
+
+
 @dataclass(kw_only=True, slots=True)
 class _Outcome:
     """What became of a trajectory beside its tokens."""
@@ -54,6 +77,7 @@ class _Outcome:
     """The class."""
     failed: str | None = None
     """Why the sample is dropped."""
+    counts: _Counts
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,24 +87,12 @@ class _Course:
     ledger: Ledger
     tokens: ConversationTokens
     instance: RecordedInstance
+    counts: _Counts
     steps: float = 0.0
     """Rewards of a game's steps, added up."""
     stepped: bool = False
     encoding: list[asyncio.Future[None]] = field(default_factory=list)
     """Its turns, in threads."""
-
-
-@dataclass(kw_only=True)
-class _Counts:
-    """Counts of a step, see ToolEnvironment.pop_counts."""
-
-    calls: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    dropped: str | None = None
-    """Why the first sample was dropped."""
-    seconds: float = 0.0
-    checks: Checks = field(default_factory=Checks)
-    check_seconds: float = 0.0
 
 
 class ToolEnvironment(SingleTurn):
@@ -114,7 +126,11 @@ class ToolEnvironment(SingleTurn):
         self._conversations: dict[str, ConversationTokens] = {}
         self._outcomes: dict[int, _Outcome] = {}
         """By the seed of the trajectory, until it is scored."""
+        self._parked: dict[int, RecordedInstance] = {}
+        """By seed: the instances of trajectories that go on in the next step."""
         self._counts, self._lock = _Counts(), threading.Lock()
+        self._warned = False
+        """Whether a dropped sample was told of since the last `pop_counts`."""
         if prompts is not None:
             self._check_first(prompts)
 
@@ -135,20 +151,38 @@ class ToolEnvironment(SingleTurn):
     async def run(self, task: Prompt, sample: Sampler) -> Trajectory:
         """See Environment."""
         host = self.hosts.of(task.row, task.where)
-        instance = RecordedInstance(host, task, sample, journal=self.hosts.journal)
+        instance, counts = self._parked.pop(sample.seed, None), _Counts()
+        if instance is None:
+            instance = RecordedInstance(host, task, sample, journal=self.hosts.journal)
+        else:
+            instance.repeat(sample)
         try:
-            return await self._conversed(task, sample, instance)
+            return await self._conversed(task, sample, instance, counts)
         except EnvironmentFailure as failure:
-            return await self._failed(failure, sample)
+            return await self._failed(failure, sample, counts)
         finally:
-            await instance.close()
+            if sample.goes_on:
+                self._parked[sample.seed] = instance.park()
+            else:
+                await instance.close()
 
-    async def _conversed(self, task: Prompt, sample: Sampler, instance: RecordedInstance) -> Trajectory:
+    @property
+    def goes_on(self) -> bool:
+        """True: instances live on from step to step, and a resumed run has the journal."""
+        return True
+
+    def can_score(self, trajectory: Trajectory) -> bool:
+        """Whether the class has told its reward to this process."""
+        return trajectory.seed in self._outcomes
+
+    async def _conversed(
+        self, task: Prompt, sample: Sampler, instance: RecordedInstance, counts: _Counts
+    ) -> Trajectory:
         tokens = self._conversation(task)
         messages = _with_observation(_messages(task), await instance.reset())
         ledger = tokens.start(messages, where=task.where or "a sample")
         sample.prompt_text = ledger.part.text
-        course = _Course(ledger=ledger, tokens=tokens, instance=instance)
+        course = _Course(ledger=ledger, tokens=tokens, instance=instance, counts=counts)
         turn = sample() if ledger.ids == task.token_ids else sample.branch(ledger.ids)
         try:
             while True:
@@ -164,10 +198,10 @@ class ToolEnvironment(SingleTurn):
                 try:
                     reply = tokens.reply(ledger, replies)
                 except DataError as error:  # a template refuses what the policy made a tool say
-                    self._drop(error, sample)
+                    self._drop(error, sample, counts)
                     return trajectory
                 turn = sample.branch(reply.ids) if isinstance(reply, Branch) else sample(reply.ids)
-                course.encoding.append(asyncio.get_running_loop().run_in_executor(None, self._encode, ledger))
+                course.encoding.append(asyncio.get_running_loop().run_in_executor(None, self._encode, course))
         except OutOfRoom:
             await self._reward(course, sample)
             raise
@@ -179,11 +213,11 @@ class ToolEnvironment(SingleTurn):
         number = course.ledger.number - 1
         if course.instance.described["form"] == "gym":
             result = await course.instance.step(written.content, turn=number)
-            self._count(result)
+            self._count(result, course)
             course.steps, course.stepped = course.steps + (result.reward or 0.0), True
             return [] if result.done else [{"role": "user", "content": result.text}]
         if isinstance(written.calls, CallError):
-            self._count(ToolResult(text="", error="not-parsed", seconds=0.0))
+            self._count(ToolResult(text="", error="not-parsed", seconds=0.0), course)
             return [course.tokens.turns.error(written.calls)]
         replies = []
         most = self.config.max_calls
@@ -193,7 +227,7 @@ class ToolEnvironment(SingleTurn):
             else:
                 text = f"error: not run, because it is call {place + 1} of a turn, and {most} are allowed"
                 result = ToolResult(text=text, error="too-many", seconds=0.0)
-            self._count(result)
+            self._count(result, course)
             replies.append(call.result(result.text))
         return replies
 
@@ -208,33 +242,33 @@ class ToolEnvironment(SingleTurn):
         if reward is None and course.stepped:
             reward = course.steps
         target = course.instance.described["target"]
-        self._outcomes[sample.seed] = _Outcome(reward=reward, target=target)
+        self._outcomes[sample.seed] = _Outcome(reward=reward, target=target, counts=course.counts)
 
-    def _drop(self, failure: EnvironmentFailure | DataError, sample: Sampler) -> None:
-        self._outcomes[sample.seed] = _Outcome(failed=str(failure))
+    def _drop(self, failure: EnvironmentFailure | DataError, sample: Sampler, counts: _Counts) -> None:
+        counts.errors["dropped"] += 1
+        counts.dropped = str(failure)
+        self._outcomes[sample.seed] = _Outcome(failed=str(failure), counts=counts)
         with self._lock:
-            self._counts.errors["dropped"] += 1
-            first = self._counts.dropped is None
-            self._counts.dropped = self._counts.dropped or str(failure)
+            first, self._warned = not self._warned, True
         if first:
             log.warning("a sample is dropped: %s", printable(str(failure)))
 
-    def _encode(self, ledger: Ledger) -> None:
+    def _encode(self, course: _Course) -> None:
         began = time.perf_counter()
-        ledger.encode_turns()
+        course.ledger.encode_turns()
         with self._lock:
-            self._counts.check_seconds += time.perf_counter() - began
+            course.counts.check_seconds += time.perf_counter() - began
 
     def _check_tokens(self, course: _Course) -> None:
         began, checks = time.perf_counter(), Checks()
         checks.add(course.tokens.turns, course.ledger)
         with self._lock:
-            self._counts.checks.update(checks)
-            self._counts.check_seconds += time.perf_counter() - began
+            course.counts.checks.update(checks)
+            course.counts.check_seconds += time.perf_counter() - began
 
-    async def _failed(self, failure: EnvironmentFailure, sample: Sampler) -> Trajectory:
+    async def _failed(self, failure: EnvironmentFailure, sample: Sampler, counts: _Counts) -> Trajectory:
         """The trajectory of a sample that is dropped, because its instance failed."""
-        self._drop(failure, sample)
+        self._drop(failure, sample, counts)
         if sample.trajectory is None:
             await sample(max_tokens=1)
         assert sample.trajectory is not None, "a turn has ended"
@@ -249,7 +283,9 @@ class ToolEnvironment(SingleTurn):
         ]
 
     def _with_own(self, score: Scored | None, trajectory: Trajectory) -> Scored | None:
-        outcome = self._outcomes.pop(trajectory.seed, _Outcome())
+        outcome = self._outcomes.pop(trajectory.seed, None) or _Outcome(counts=_Counts())
+        with self._lock:
+            self._counts.add(outcome.counts)
         if score is None or outcome.failed is not None:
             return None
         if outcome.reward is None:
@@ -275,7 +311,7 @@ class ToolEnvironment(SingleTurn):
         """See Environment. rollout/tool_calls; rollout/tool_errors, and by kind; rollout/tool_seconds, added
         up; rollout/template_mismatches, and by cause; rollout/noncanonical_turns; time/token_checks."""
         with self._lock:
-            counts, self._counts = self._counts, _Counts()
+            counts, self._counts, self._warned = self._counts, _Counts(), False
         checks = counts.checks
         found: dict[str, float] = {
             "tool_calls": counts.calls,
@@ -292,14 +328,21 @@ class ToolEnvironment(SingleTurn):
     def close(self) -> None:
         """End the processes of rewards and of the class."""
         super().close()
+        parked, self._parked = list(self._parked.values()), {}
+        if parked:
+
+            async def end() -> None:
+                await asyncio.gather(*(instance.end() for instance in parked))
+
+            with contextlib.suppress(TimeoutError):  # the host kills what is left
+                tool_loop().run(end(), seconds=LAST_SECONDS + END_SECONDS)
         self.hosts.close()
 
-    def _count(self, result: ToolResult) -> None:
-        with self._lock:
-            self._counts.calls += 1
-            self._counts.seconds += result.seconds
-            if result.error is not None:
-                self._counts.errors[result.error] += 1
+    def _count(self, result: ToolResult, course: _Course) -> None:
+        course.counts.calls += 1
+        course.counts.seconds += result.seconds
+        if result.error is not None:
+            course.counts.errors[result.error] += 1
 
     def _conversation(self, task: Prompt) -> ConversationTokens:
         """How the task's conversation becomes tokens: most rows share one."""

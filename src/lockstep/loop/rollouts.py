@@ -21,7 +21,7 @@ from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightT
 from lockstep.protocols.engine import EngineStats
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.environment import Environment
-from lockstep.rollout.partial import PartialRollouts
+from lockstep.rollout.partial import PartialRollouts, Schedule
 from lockstep.rollout.sampler import GroupSampler, OnProgress, Resampling, SampledStep, SampleKey
 from lockstep.transfer import buckets
 from lockstep.transfer.buckets import Verifier, serving
@@ -221,8 +221,11 @@ class Rollouts:
                 rollout=config.rollout,
                 run_seed=config.seed,
                 steps=config.steps,
-                background=config.engine.process == "separate" and not config.engine.offloads,
-                slots=slots if config.rollout.schedule == "fixed" else None,
+                schedule=Schedule(
+                    background=config.engine.process == "separate" and not config.engine.offloads,
+                    slots=slots if config.rollout.schedule == "fixed" else None,
+                    engine_waits=config.train.deterministic,
+                ),
             )
             engine.before_load = self._cut
 
@@ -309,4 +312,5 @@ def journal_of(
         rank=ranks.rank,
         checkpoints=folder.checkpoints,
         keep=2 * config.checkpoint.every + 1,  # the last save may not have ended
+        lag=config.rollout.max_lag,
     )

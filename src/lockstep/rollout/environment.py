@@ -9,6 +9,7 @@ own is a subclass of `Environment`; pass it to `lockstep.train_online`.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -18,7 +19,7 @@ from lockstep.errors import EngineError
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet, Scored
-from lockstep.schema.rollout import Completion, Prompt, SamplingParams, Trajectory
+from lockstep.schema.rollout import Completion, Prompt, SamplingParams, Trajectory, TurnEnd
 
 _Result = TypeVar("_Result")
 
@@ -37,6 +38,11 @@ class TrajectoryRules:
     """Of the policy; None: any number."""
     wait_seconds: float = 600.0
     """That an environment may take between two turns."""
+    goes_on: bool = False
+    """Whether one that is cut off goes on in another call (`Trajectory.ends`)."""
+    engine_waits: bool = False
+    """Whether the engine stands still while an environment is at work, so that which tokens are sampled
+    beside which does not depend on the time that tools take."""
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> TrajectoryRules:
@@ -102,8 +108,57 @@ class Sampler:
         """As far as it has come; None before the first turn."""
         self.prompt_text: str | None = None
         """Of the first turn's context, where the environment has made another of it than the task's."""
+        self.goes_on = False
+        """Whether the trajectory was cut off, and `run` is called again to go on with it."""
+        self.queued = False
+        """Whether the environment waits for others to give room."""
+        self.ends: list[TurnEnd] = []
+        self._recorded: deque[Trajectory] = deque()
         self._over: Literal["turns", "tokens"] | None = None
         self._limited = False
+
+    def go_on(self, before: Trajectory) -> None:
+        """Give the turns that an earlier call of `run` was given again, before the engine is asked."""
+        self._recorded.extend(before.whole_turns())
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the next turn is one that an earlier call was given."""
+        return bool(self._recorded)
+
+    def repeated(self, turn: Turn) -> Trajectory:
+        """Return the trajectory after a turn that is there already.
+
+        Raises:
+            EngineError: `run` asks for another turn than the last time.
+        """
+        known = self._recorded.popleft()
+        context = sum(len(span.token_ids) for span in known.spans[:-1])
+        asked = turn.prompt(self.task, self.trajectory)
+        if asked != known.token_ids[: len(asked)] or (
+            turn.prefix is not None and asked != known.prompt_token_ids
+        ):
+            raise EngineError(
+                f"wrong-result: {self.task.where or 'a task'}: environment.run was called again to go on, "
+                f"and put {len(asked)} tokens before turn {known.turns} that are not those of the first time "
+                f"({context}); let it be a function of its turns, or set rollout.max_lag = 0"
+            )
+        self._limited = turn.limited
+        return self._taken(known)
+
+    def _taken(self, trajectory: Trajectory) -> Trajectory:
+        self.trajectory = trajectory
+        if trajectory.finish_reason != "abort":
+            end = TurnEnd(
+                spans=sum(map(len, trajectory.parts)),
+                finish_reason=trajectory.finish_reason,
+                stop_reason=trajectory.stop_reason,
+                text=trajectory.text,
+                cached_tokens=trajectory.cached_tokens,
+                attempt=trajectory.attempt,
+            )
+            self.ends.append(end)
+        return trajectory
 
     @property
     def left(self) -> int:
@@ -202,13 +257,13 @@ class Sampler:
     def add(self, turn: Turn, completion: Completion) -> Trajectory:
         """Append a finished turn, and return the trajectory."""
         if self.trajectory is None:
-            self.trajectory = Trajectory.of(completion)
+            trajectory = Trajectory.of(completion)
         elif turn.prefix is not None:
-            self.trajectory = self.trajectory.branched(completion)
+            trajectory = self.trajectory.branched(completion)
         else:
-            self.trajectory = self.trajectory.continued(turn.reply, completion)
+            trajectory = self.trajectory.continued(turn.reply, completion)
         self._limited = turn.limited
-        return self.trajectory
+        return self._taken(trajectory)
 
     def close(self) -> Trajectory:
         """Return the trajectory, which the environment has ended, with what ended it."""
@@ -245,6 +300,19 @@ class Environment:
     def takes_one_turn(self) -> bool:
         """Whether every trajectory is a single turn: `run` is the default."""
         return type(self).run is Environment.run
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a trajectory that is cut off may go on in a later step (rollout.max_lag). `run` is then
+        cancelled, with `sample.goes_on`, and called again: it is given the turns that there are, must put the
+        same tokens between them, and keeps what else it needs, such as the answers of its tools, by
+        `sample.seed`."""
+        return self.takes_one_turn
+
+    def can_score(self, trajectory: Trajectory) -> bool:
+        """Whether it has what it needs to score a trajectory that has ended; else `run` is called again, with
+        all of its turns."""
+        return True
 
     report: Mapping[str, int] = {}
     """Counts of rows that were left out or cut, for the start of a run."""

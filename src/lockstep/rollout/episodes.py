@@ -26,16 +26,19 @@ from typing import Any
 from lockstep.errors import DataError, EngineError
 from lockstep.protocols.engine import Finished, Handle, InferenceEngine, holds_turns
 from lockstep.rollout.environment import Environment, OutOfRoom, Sampler, TrajectoryRules, Turn
+from lockstep.rollout.episode import Begun, Episode
 from lockstep.rollout.tool_loop import tool_loop
-from lockstep.schema.rollout import Completion, GenerationRequest, Prompt, SamplingParams, Span, Trajectory
+from lockstep.schema.rollout import GenerationRequest, Prompt, SamplingParams, Trajectory
 
 _POLL_SECONDS = 0.2
 """Between two looks whether to stop while every trajectory waits for its environment."""
+_WAIT_SECONDS = 0.001
+"""Between two looks whether every environment has answered."""
+_LOOKS = 2
+"""That must find none at work."""
 _CLOSE_SECONDS = 30.0
 """That environments may take to end when they are cancelled."""
 
-Begun = tuple[Span, ...]
-"""What an earlier call has sampled of a trajectory of one turn: `Trajectory.begun`. It goes on after it."""
 Tasks = Sequence[tuple[Prompt, Sequence[int]] | tuple[Prompt, Sequence[int], Sequence[Begun]]]
 """Tasks, each with the seeds of its trajectories, and where they have begun with what there is of each."""
 
@@ -78,58 +81,6 @@ def run_episodes(
         return run.to_the_end()
 
 
-class _Episode:
-    """One trajectory on its way."""
-
-    def __init__(self, sampler: Sampler, *, number: int, index: int) -> None:
-        self.sampler, self.number, self.index = sampler, number, index
-        self.begun: Begun = ()
-        """What there is of its only turn."""
-        self.turn: Turn | None = None
-        """The turn that the environment waits for."""
-        self.answer: asyncio.Future[Trajectory] | None = None
-        """Where it waits for it."""
-        self.task: asyncio.Task[Trajectory] | None = None
-        self.held: Finished | None = None
-        """The last turn, from the engine."""
-        self.over = False
-        self.since = 0.0
-        self.waited = 0.0
-        """Seconds that the environment was waited for."""
-        self.timer: asyncio.TimerHandle | None = None
-
-    @property
-    def name(self) -> str:
-        task = self.sampler.task
-        return task.where or f"task {task.index}"
-
-    @property
-    def trajectory(self) -> Trajectory:
-        trajectory = self.sampler.trajectory
-        if trajectory is None:  # stopped before its first turn
-            prompt = Span(author="prompt", token_ids=self.sampler.task.token_ids)
-            trajectory = Trajectory(
-                spans=(prompt,),
-                finish_reason="abort",
-                stop_reason=None,
-                text=None,
-                seed=self.sampler.seed,
-                engine="",
-                turns=0,
-            )
-        return replace(trajectory, wait_seconds=self.waited)
-
-    def check(self, completion: Completion) -> None:
-        """Check that the engine returned the sample that was asked for; a mix-up would train on the wrong
-        tokens."""
-        before, turn = self.sampler.trajectory, self.turn
-        if turn is None or completion.seed != self.sampler.seed:
-            raise EngineError(
-                f"wrong-result: request {self.number}: the samples' seeds are not the requested ones"
-            )
-        check_completion(self.number, turn.prompt(self.sampler.task, before), completion)
-
-
 class _Run:
     """The state of one call. The lock guards what both threads use: `_asked`, `_ended`, `_handles`,
     `_in_engine`, and calls that pass a turn to the engine."""
@@ -151,12 +102,12 @@ class _Run:
         """Whether trajectories may become longer than a turn."""
         self._lock = threading.RLock()
         self._news = threading.Event()
-        self._episodes: list[list[_Episode]] = []
-        self._handles: dict[Handle, list[_Episode]] = {}
-        self._asked: deque[_Episode] = deque()
+        self._episodes: list[list[Episode]] = []
+        self._handles: dict[Handle, list[Episode]] = {}
+        self._asked: deque[Episode] = deque()
         """Episodes whose next turn the engine does not know yet."""
-        self._ended: deque[_Episode] = deque()
-        self._answers: list[tuple[_Episode, Trajectory]] = []
+        self._ended: deque[Episode] = deque()
+        self._answers: list[tuple[Episode, Trajectory]] = []
         """Turns from the engine that their environments do not know yet."""
         self._running = self._in_engine = self._passed = 0
         self._submitted = self._stopped = self._settling = False
@@ -212,9 +163,13 @@ class _Run:
             raise EngineError(f"wrong-result: the engine did not return {missing} of the requested samples")
         return [[episode.trajectory for episode in group] for group in self._episodes]
 
-    def _waiting(self) -> bool:
-        """Whether an environment is at work."""
-        return any(not one.over and one.turn is None for group in self._episodes for one in group)
+    def _waiting(self, *, queued: bool = True) -> bool:
+        """Whether an environment is at work, or, if `queued`, waits for others' room."""
+        return any(
+            not one.over and one.turn is None and (queued or not one.sampler.queued)
+            for group in self._episodes
+            for one in group
+        )
 
     def _stream(self) -> Generator[Finished, None, None]:
         engine = self._engine
@@ -222,13 +177,16 @@ class _Run:
 
     def _begin(self) -> None:
         """Begin the tasks that there is room for."""
-        new: list[_Episode] = []
+        new: list[Episode] = []
         for task, seeds, *begun in self._take(self._running):
-            group: list[_Episode] = []
+            group: list[Episode] = []
             for index, seed in enumerate(seeds):
                 sampler = Sampler(task, rules=self._rules, seed=seed)
-                group.append(_Episode(sampler, number=len(self._episodes), index=index))
-                group[-1].begun = begun[0][index] if begun else ()
+                group.append(Episode(sampler, number=len(self._episodes), index=index))
+                group[-1].keeps = self._rules.goes_on and not self._inline
+                group[-1].before = before = begun[0][index] if begun else None
+                if before is not None:
+                    sampler.go_on(before)
             self._episodes.append(group)
             new += group
         self._running += len(new)
@@ -238,6 +196,7 @@ class _Run:
             self._asked.extend(new)
         elif new:
             self._settle(lambda: self._start(new))
+            self._wait()
         self._pass_on()
 
     def _finished(self, done: Finished) -> None:
@@ -273,6 +232,7 @@ class _Run:
                 self._answer(*each)
 
         self._settle(answer)
+        self._wait()
         if self._asked and not self._stopped and self.stop():
             self._stop()
         self._pass_on()
@@ -286,6 +246,8 @@ class _Run:
             episode = self._ended.popleft()
             self._running -= 1
             self.on_end(episode.number, episode.index, episode.trajectory)
+            if self._rules.goes_on and not self._stopped and self.stop():
+                self._stop()
             self._begin()
 
     def _stop(self) -> None:
@@ -304,12 +266,35 @@ class _Run:
         finally:
             self._settling = False
 
+    def _wait(self) -> None:
+        """Let no environment be at work, but those that wait for others' room, if the engine waits for them;
+        what they ask for then has an order that does not depend on time."""
+        if not self._rules.engine_waits:
+            return
+        still = 0  # looks: room that is given on takes rounds of the loop to arrive
+        self._settling = True
+        try:
+            while still < _LOOKS and self._failure is None and not self.stop():
+                tool_loop().settle(lambda: None, seconds=self._rules.wait_seconds)
+                still = 0 if self._waiting(queued=False) else still + 1
+                if not still:
+                    time.sleep(_WAIT_SECONDS)
+        finally:
+            self._settling = False
+        with self._lock:
+            order = sorted(self._asked, key=lambda one: (one.number, one.index))
+            self._asked.clear()
+            self._asked.extend(order)
+            ended = sorted(self._ended, key=lambda one: (one.number, one.index))
+            self._ended.clear()
+            self._ended.extend(ended)
+
     # passing turns to the engine, in either thread
 
     def _pass_on(self) -> None:
         """Give the turns that were asked for to the engine."""
         with self._lock:
-            first: list[_Episode] = []
+            first: list[Episode] = []
             while self._asked:
                 episode = self._asked.popleft()
                 if episode.over:
@@ -318,7 +303,7 @@ class _Run:
                     self._end(episode, cut=True)
                     continue
                 assert episode.turn is not None, "it was asked for"
-                if episode.held is None or episode.turn.prefix is not None:
+                if episode.held is None or episode.turn.prefix is not None:  # held: not by this call
                     first.append(episode)
                     continue
                 self._engine.continue_(episode.held, episode.turn.reply, sampling=episode.turn.sampling)
@@ -328,21 +313,21 @@ class _Run:
             if first:
                 self._submit(first)
 
-    def _submit(self, first: Sequence[_Episode]) -> None:
+    def _submit(self, first: Sequence[Episode]) -> None:
         """Submit turns with a prompt of their own; those of a task that are alike are one request."""
-        alike: dict[tuple[int, tuple[int, ...], SamplingParams], list[_Episode]] = {}
+        alike: dict[tuple[int, tuple[int, ...], SamplingParams], list[Episode]] = {}
         for episode in first:
             self._release(episode)
             assert episode.turn is not None
-            prompt = episode.turn.prompt(episode.sampler.task, None)
+            prompt = episode.turn.prompt(episode.sampler.task, episode.sampler.trajectory)
             alike.setdefault((episode.number, prompt, episode.turn.sampling), []).append(episode)
         requests = [
             GenerationRequest(
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 seeds=tuple(episode.sampler.seed for episode in group),
-                trajectory_tokens=self._rules.max_tokens if self._longer else 0,
-                begun=begun if any(begun := tuple(e.begun for e in group)) else (),
+                trajectory_tokens=max(e.tokens_left for e in group) if self._longer else 0,
+                begun=begun if any(begun := tuple(e.take_begun() for e in group)) else (),
             )
             for (_, prompt, sampling), group in alike.items()
         ]
@@ -351,7 +336,7 @@ class _Run:
         self._passed += len(first)
         self._in_engine += len(first)
 
-    def _release(self, episode: _Episode) -> None:
+    def _release(self, episode: Episode) -> None:
         done, episode.held = episode.held, None
         if done is not None and holds_turns(self._engine):
             self._engine.release(done)
@@ -362,11 +347,14 @@ class _Run:
                 for episode in group:
                     self._release(episode)
 
-    def _end(self, episode: _Episode, *, cut: bool = False) -> None:
+    def _end(self, episode: Episode, *, cut: bool = False) -> None:
         """Note that a trajectory has ended; `cut`: where it is, as if its last turn had been aborted."""
         with self._lock:
             if episode.over:
                 return
+            trajectory = episode.sampler.trajectory
+            unfinished = cut or (trajectory is not None and trajectory.finish_reason == "abort")
+            episode.sampler.goes_on = self._rules.goes_on and unfinished
             episode.over, episode.turn = True, None
             if cut and episode.sampler.trajectory is not None:
                 episode.sampler.trajectory = replace(
@@ -380,11 +368,11 @@ class _Run:
 
     # in the event loop
 
-    def _start(self, episodes: Sequence[_Episode]) -> None:
+    def _start(self, episodes: Sequence[Episode]) -> None:
         for episode in episodes:
             self._start_one(episode)
 
-    def _start_one(self, episode: _Episode) -> None:
+    def _start_one(self, episode: Episode) -> None:
         environment, sampler = self._environment, episode.sampler
 
         def ask(turn: Turn) -> asyncio.Future[Trajectory]:
@@ -407,19 +395,19 @@ class _Run:
         episode.task.add_done_callback(lambda task: self._returned(episode, task))
         self._watch(episode)
 
-    def _watch(self, episode: _Episode) -> None:
+    def _watch(self, episode: Episode) -> None:
         """Begin to count the seconds that an environment takes."""
         episode.since = time.perf_counter()
         seconds = self._rules.wait_seconds
         episode.timer = tool_loop().loop.call_later(seconds, self._expired, episode)
 
-    def _unwatch(self, episode: _Episode) -> None:
+    def _unwatch(self, episode: Episode) -> None:
         if episode.timer is not None:
             episode.timer.cancel()
             episode.timer = None
             episode.waited += time.perf_counter() - episode.since
 
-    def _expired(self, episode: _Episode) -> None:
+    def _expired(self, episode: Episode) -> None:
         episode.timer = None
         seconds = self._rules.wait_seconds
         self._fail(
@@ -431,7 +419,7 @@ class _Run:
             )
         )
 
-    def _ask(self, episode: _Episode, turn: Turn) -> asyncio.Future[Trajectory]:
+    def _ask(self, episode: Episode, turn: Turn) -> asyncio.Future[Trajectory]:
         """Ask for a turn; the future gets the trajectory."""
         if episode.turn is not None:
             raise EngineError(
@@ -442,6 +430,10 @@ class _Run:
         episode.answer = asyncio.get_running_loop().create_future()
         if episode.over:
             episode.answer.cancel()
+            return episode.answer
+        if episode.sampler.repeats:
+            episode.answer.set_result(episode.sampler.repeated(turn))
+            self._watch(episode)
             return episode.answer
         with self._lock:
             episode.turn = turn
@@ -460,7 +452,7 @@ class _Run:
             self._fail(error)
         self._news.set()
 
-    def _answer(self, episode: _Episode, trajectory: Trajectory) -> None:
+    def _answer(self, episode: Episode, trajectory: Trajectory) -> None:
         if episode.over:  # it was stopped meanwhile
             return
         self._watch(episode)
@@ -468,7 +460,7 @@ class _Run:
         if not episode.answer.done():
             episode.answer.set_result(trajectory)
 
-    def _returned(self, episode: _Episode, task: asyncio.Task[Trajectory]) -> None:
+    def _returned(self, episode: Episode, task: asyncio.Task[Trajectory]) -> None:
         self._unwatch(episode)
         if episode.over:
             if not task.cancelled():
@@ -501,6 +493,7 @@ class _Run:
             )
         else:
             sampler.close()
+            episode.before = None  # all of it was repeated
             self._end(episode)
 
     def _fail(self, error: BaseException) -> None:
@@ -542,17 +535,3 @@ def _submit(engine: InferenceEngine, requests: Sequence[GenerationRequest]) -> S
     together: Callable[[Sequence[GenerationRequest]], Sequence[Handle]] | None
     together = getattr(engine, "submit_all", None)
     return [engine.submit(request) for request in requests] if together is None else together(requests)
-
-
-def check_completion(index: int, prompt_token_ids: Sequence[int], completion: Completion) -> None:
-    """Raises EngineError: it is not of this prompt, that of request number `index`, or not as long as its
-    logprobs."""
-    if completion.prompt_token_ids != tuple(prompt_token_ids):
-        raise EngineError(
-            f"wrong-result: request {index}: the engine returned a completion for another prompt",
-        )
-    if len(completion.logprobs) != len(completion.token_ids):
-        raise EngineError(
-            f"wrong-result: request {index}: the engine returned {len(completion.token_ids)} tokens but "
-            f"{len(completion.logprobs)} logprobs",
-        )

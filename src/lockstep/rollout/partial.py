@@ -27,7 +27,9 @@ from lockstep.config.rollout import RolloutConfig
 from lockstep.errors import CheckpointError, EngineError
 from lockstep.protocols.engine import cuts_at_borders
 from lockstep.rollout.background import Background
-from lockstep.rollout.episodes import Begun, at_once, run_episodes
+from lockstep.rollout.environment import Environment
+from lockstep.rollout.episode import Begun
+from lockstep.rollout.episodes import at_once, run_episodes
 from lockstep.rollout.sampler import GroupSampler, SampledStep, SampleKey, trajectory_rules
 from lockstep.rollout.score_stream import ScoreStream
 from lockstep.rollout.shares import SentShare, Share
@@ -48,15 +50,29 @@ class _Group:
     samples: list[Trajectory | None]
     """As far as they have come; None: not begun."""
 
-    def pending(self) -> list[int]:
-        """The samples that are not at their end."""
-        return [i for i, one in enumerate(self.samples) if one is None or one.finish_reason == "abort"]
+    def pending(self, environment: Environment) -> list[int]:
+        """The samples that are not at their end, or whose end the environment does not know of."""
+
+        def has_ended(one: Trajectory | None) -> bool:
+            return one is not None and one.finish_reason != "abort" and environment.can_score(one)
+
+        return [i for i, one in enumerate(self.samples) if not has_ended(one)]
 
     def task_of(self, samples: Sequence[int]) -> tuple[Prompt, Sequence[int], Sequence[Begun]]:
         """What `run_episodes` samples of these."""
-        written = [self.samples[i] for i in samples]
-        begun = [() if one is None else one.begun for one in written]
-        return self.task, [self.seeds[i] for i in samples], begun
+        return self.task, [self.seeds[i] for i in samples], [self.samples[i] for i in samples]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """When samples that are not of the step are cut off."""
+
+    background: bool = False
+    """The engine goes on while the trainer works; it must be in another process."""
+    slots: int | None = None
+    """Of logical time, under rollout.schedule = "fixed"; else None."""
+    engine_waits: bool = False
+    """See TrajectoryRules."""
 
 
 class PartialRollouts:
@@ -65,11 +81,10 @@ class PartialRollouts:
 
     Args:
         steps: of the run; no task beyond them is begun.
-        background: whether the engine goes on while the trainer works; it must be in another process.
-        slots: of logical time, under rollout.schedule = "fixed"; else None.
+        schedule: when samples are cut off.
 
     Raises:
-        EngineError: the engine cannot go on with samples, or the environment has several turns.
+        EngineError: the engine or the environment cannot go on with samples.
     """
 
     def __init__(
@@ -79,8 +94,7 @@ class PartialRollouts:
         rollout: RolloutConfig,
         run_seed: int,
         steps: int,
-        background: bool = False,
-        slots: int | None = None,
+        schedule: Schedule = Schedule(),
     ) -> None:
         engine = sampler.engine
         if not getattr(engine, "partial_rollouts", False):
@@ -90,29 +104,29 @@ class PartialRollouts:
                 "'native', or rollout.max_lag = 0",
                 setting="rollout.max_lag",
             )
-        if not sampler.environment.takes_one_turn:
+        if not sampler.environment.goes_on:
             raise EngineError(
-                f"unsupported-combination: rollout.max_lag = {rollout.max_lag} with an environment of "
-                f"several turns ({type(sampler.environment).__name__}), whose tools do not outlive a step; "
-                "set rollout.max_lag = 0",
+                f"unsupported-combination: rollout.max_lag = {rollout.max_lag} with environment "
+                f"{type(sampler.environment).__name__}, which does not say that a trajectory may be cut off "
+                "and go on; let its `goes_on` be true (see lockstep.rollout.environment.Environment), or set "
+                "rollout.max_lag = 0",
                 setting="rollout.max_lag",
             )
-        if slots is not None and not cuts_at_borders(engine):
+        if schedule.slots is not None and not cuts_at_borders(engine):
             raise EngineError(
                 "unsupported-combination: rollout.schedule = 'fixed' needs an engine that cuts samples off "
                 f"where logical time says, and {type(engine).__name__} does not; set engine.name = 'native', "
                 "or rollout.schedule = 'free'",
                 setting="rollout.schedule",
             )
-        self._slots = slots
         self._sampler, self._rollout, self._run_seed, self._steps = sampler, rollout, run_seed, steps
-        self._rules = trajectory_rules(rollout)
+        self._rules = replace(trajectory_rules(rollout), goes_on=True, engine_waits=schedule.engine_waits)
         self._tasks: dict[int, list[Prompt]] = {}
         self._open: dict[Place, _Group] = {}
         self._sampled: dict[Place, _Group] | None = None
         """What is open after the step that was sampled last, until `commit`."""
         self._restored: list[SentShare] = []
-        self.background = background
+        self.background, self._slots = schedule.background, schedule.slots
         self._running: Background | None = None
         """What the engine samples while the trainer works."""
 
@@ -178,7 +192,7 @@ class PartialRollouts:
             if at not in self._tasks:
                 key = SampleKey(run_seed=self._run_seed, step=at)
                 tasks = self._tasks[at] = self._sampler.tasks(self._rollout.prompts_per_step, key, set())
-                self._rules = self._sampler.rules(trajectory_rules(self._rollout), tasks)
+                self._rules = self._sampler.rules(self._rules, tasks)
                 for number in self._sampler.own(len(tasks))[0]:
                     seeds = key.seeds(tasks[number].index, size)
                     self._open[at, number] = _Group(tasks[number], seeds, [None] * size)
@@ -191,18 +205,19 @@ class PartialRollouts:
         if sampler.is_cancelled():
             return Share(aborted=True)
         scores = ScoreStream(environment.score, on_failure=engine.abort)
-        left = sum(len(working[place].pending()) for place in own)
+        # Asked once: the environment forgets what it has scored, and hears anew of what a resume had lost.
+        pending = {place: working[place].pending(environment) for place in sorted(working)}
+        running = [(place, (*samples,)) for place, samples in pending.items() if samples]
+        left = sum(len(pending[place]) for place in own)
         total = sum(len(working[place].samples) for place in own)
 
         def score(place: Place) -> None:
             group = working[place]
-            if place[0] == step and not group.pending():
+            if not pending[place]:
                 scores.add(own.index(place), (group.task, [one for one in group.samples if one is not None]))
 
         for place in own:
             score(place)
-        running = [(place, working[place].pending()) for place in sorted(working)]
-        running = [(place, samples) for place, samples in running if samples]
 
         def on_end(number: int, index: int, trajectory: Trajectory) -> None:
             nonlocal left
@@ -210,6 +225,7 @@ class PartialRollouts:
             working[place].samples[samples[index]] = trajectory
             if place[0] != step or trajectory.finish_reason == "abort":
                 return
+            pending[place].remove(samples[index])
             left -= 1
             if sampler.on_progress is not None:
                 sampler.on_progress(total - left, total)
@@ -222,12 +238,12 @@ class PartialRollouts:
                 background.enough.set()
 
         def ends() -> bool:
-            cut = background is not None and background.is_ending()
+            cut = not left if background is None else background.is_ending()
             return cut or scores.failed or sampler.is_cancelled()
 
         def sample() -> None:
             if cuts_at_borders(engine) and self._slots is not None:
-                engine.border = self._border(step, working)
+                engine.border = self._border(own, working, pending)
             tasks = [working[place].task_of(samples) for place, samples in running]
             run_episodes(
                 engine,
@@ -254,26 +270,37 @@ class PartialRollouts:
         if left and not scores.failed:
             scores.stop()
             return Share(aborted=True)
-        groups = [(working[at].task, [one for one in working[at].samples if one is not None]) for at in own]
-        if not groups:
-            scores.stop()
-            return Share()
-        share = sampler.scored(groups, scores, key=SampleKey(run_seed=self._run_seed, step=step))
         if self._slots is None:  # else the trainer may be late, and what is there depends on time
             ahead = _tokens_after(step, working)
-        counts = {**share.counts, "rollout/tokens_ahead": float(ahead)}
-        return replace(share, numbers=tuple(number for _, number in own), counts=counts)
+        share = self._scored(step, {place[1]: working[place] for place in own}, scores)
+        return replace(share, counts={**share.counts, "rollout/tokens_ahead": float(ahead)})
 
-    def _border(self, step: int, working: Mapping[Place, _Group]) -> Border:
+    def _scored(self, step: int, groups: Mapping[int, _Group], scores: ScoreStream) -> Share:
+        """The groups of a step, by number, with their rewards."""
+        sampled = [
+            (group.task, [replace(one, ends=()) for one in group.samples if one is not None])
+            for group in groups.values()
+        ]
+        if not sampled:
+            scores.stop()
+            return Share()
+        share = self._sampler.scored(sampled, scores, key=SampleKey(run_seed=self._run_seed, step=step))
+        return replace(share, numbers=tuple(groups))
+
+    def _border(
+        self, own: Sequence[Place], working: Mapping[Place, _Group], pending: Mapping[Place, list[int]]
+    ) -> Border:
         """Where the samples are cut off under rollout.schedule = "fixed"."""
         assert self._slots is not None
-        own = [group for place, group in working.items() if place[0] == step]
         ended = [
-            group.samples[i] for group in own for i in range(len(group.seeds)) if i not in group.pending()
+            one
+            for place in own
+            for i, one in enumerate(working[place].samples)
+            if one is not None and i not in pending[place]
         ]
         return Border(
-            seeds=frozenset(group.seeds[i] for group in own for i in group.pending()),
-            tokens=sum(one.policy_tokens for one in ended if one is not None),
+            seeds=frozenset(working[place].seeds[i] for place in own for i in pending[place]),
+            tokens=sum(one.policy_tokens for one in ended),
             slots=self._slots,
         )
 

@@ -141,6 +141,19 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TurnEnd:
+    """Where a turn of a trajectory ended, and how."""
+
+    spans: int
+    """Of the trajectory, up to there, all parts counted."""
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    text: str | None
+    cached_tokens: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """One sample from its prompt to its end (or as far as it has come), as a sequence of spans.
 
@@ -177,6 +190,8 @@ class Trajectory:
     """The text of its first context; None: the task's."""
     wait_seconds: float = field(default=0.0, compare=False)
     """Seconds that its environment took between turns."""
+    ends: tuple[TurnEnd, ...] = ()
+    """Of its whole turns, where another call may go on with it; else empty."""
 
     @classmethod
     def of(cls, completion: Completion) -> Trajectory:
@@ -251,8 +266,31 @@ class Trajectory:
 
     @property
     def begun(self) -> tuple[Span, ...]:
-        """What the policy wrote in a single turn, so that another request may go on with it."""
-        return tuple(span for span in self.spans[1:] if span.token_ids)
+        """What the policy wrote of the turn that was cut off, so that another request may go on with it."""
+        before = self.ends[-1].spans if self.ends else 0
+        here = self.spans[max(1, before - sum(map(len, self.earlier))) :]
+        return tuple(span for span in here if span.author == "policy" and span.token_ids)
+
+    def whole_turns(self) -> Iterator[Trajectory]:
+        """Yield the trajectory as it was after each of its whole turns (`ends`)."""
+        for number, end in enumerate(self.ends):
+            parts, left = list[tuple[Span, ...]](), end.spans
+            for spans in self.parts:
+                parts += [spans[:left]] if left else []
+                left -= len(parts[-1]) if left else 0
+            yield Trajectory(
+                spans=parts[-1],
+                earlier=tuple(parts[:-1]),
+                finish_reason=end.finish_reason,
+                stop_reason=end.stop_reason,
+                text=end.text,
+                seed=self.seed,
+                engine=self.engine,
+                cached_tokens=end.cached_tokens,
+                attempt=end.attempt,
+                turns=number + 1,
+                end="done" if end.finish_reason == "stop" else end.finish_reason,
+            )
 
     @property
     def policy_tokens(self) -> int:
