@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -96,3 +98,27 @@ def test_cross_entropy_is_returned_token_by_token(service: Any) -> None:
         assert second["elementwise_loss"].data == [-x for x in second["logprobs"].data]
         total = sum(first["elementwise_loss"].data) + sum(second["elementwise_loss"].data)
         assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-6)
+
+
+def test_the_time_to_live_of_a_checkpoint(served: Any) -> None:
+    rest = tinker.ServiceClient(base_url=served.url, api_key=served.tokens["ada"])
+    client = rest.create_lora_training_client("tiny", rank=2, seed=1).result()
+    path = client.save_state("kept", ttl_seconds=3600).result(SECONDS).path
+    rest, listing = rest.create_rest_client(), f"training_runs/{client.model_id}/checkpoints"
+
+    def seconds_left() -> float | None:
+        (one,) = get(served, listing)["checkpoints"]
+        at = one["expires_at"]
+        return None if at is None else datetime.fromisoformat(at).timestamp() - time.time()
+
+    assert 3000 < (seconds_left() or 0.0) <= 3600
+    rest.set_checkpoint_ttl_from_tinker_path(path, 86400).result()
+    assert 86000 < (seconds_left() or 0.0) <= 86400
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert seconds_left() is None
+    with pytest.raises(tinker.BadRequestError, match="ttl_seconds = 60; use 3600 to"):
+        rest.set_checkpoint_ttl_from_tinker_path(path, 60).result()
+    bob = tinker.ServiceClient(base_url=served.url, api_key=served.tokens["bob"]).create_rest_client()
+    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
+        bob.set_checkpoint_ttl_from_tinker_path(path, 3600).result()
+    assert seconds_left() is None

@@ -57,6 +57,15 @@ def test_checkpoints_belong_to_their_owner_until_they_expire(tmp_path: Path) -> 
     assert store.of_model(MODEL, owner="ada") == []
 
 
+def test_a_new_time_to_live_makes_no_other_checkpoint(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    saved = store.write(MODEL, "sampler_weights", "one", about(), fill=filled)
+    store.set_ttl(saved.path, 3600, owner="ada")
+    assert store.has(saved)
+    store.write(MODEL, "sampler_weights", "one", about(seq=1), fill=filled, overwrite=True)
+    assert not store.has(saved)
+
+
 def test_a_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     store = Store(tmp_path)
 

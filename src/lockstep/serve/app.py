@@ -102,6 +102,7 @@ class Api:
             *(self._route(path, self._get(answer), "GET") for path, answer in gets.items()),
             self._route(checkpoint, self._delete_checkpoint, "DELETE"),
             self._route("training_runs/{model}/checkpoints/{name}", self._delete_untyped, "DELETE"),
+            self._route(f"{checkpoint}/ttl", self._set_ttl, "PUT"),
             self._route(f"{checkpoint}/external_weights_urls", self._urls, "GET"),
             Route("/api/v1/external/{until}/{key}/{model}/{name}/{file}", self._download),
             self._route("create_session", self._create_session),
@@ -241,6 +242,11 @@ class Api:
 
     async def _delete_checkpoint(self, request: Request, user: str, body: bytes) -> Response:
         self._service.store.delete(_path_of(request), owner=user)
+        return Response(status_code=204)
+
+    async def _set_ttl(self, request: Request, user: str, body: bytes) -> Response:
+        ttl = wire.parse(wire.TTLRequest, body).ttl_seconds
+        self._service.store.set_ttl(_path_of(request), ttl, owner=user)
         return Response(status_code=204)
 
     @staticmethod

@@ -37,7 +37,7 @@ from lockstep.serve.models import (
 from lockstep.serve.ranks import RankedModel, RankModels
 from lockstep.serve.run_files import ServedRun
 from lockstep.serve.sessions import Client, Gone, Sampling, Session, Sessions, spec_of
-from lockstep.serve.store import WEIGHTS, About, Checkpoint, Store, checked_name
+from lockstep.serve.store import WEIGHTS, About, Checkpoint, Store, checked_name, expiry
 from lockstep.serve.work import Answer, Job, Worker
 
 MOST_CLIENTS = 64
@@ -47,7 +47,6 @@ SAMPLE_SECONDS = 3600.0
 MOST_SAMPLERS = 8
 """Modules with an engine, one for each shape of adapters that was sampled with lately."""
 _MOST_METADATA = 2**16
-_TTL = (3600, 10 * 366 * 86400)
 
 
 class NotKept(DataError):
@@ -342,16 +341,14 @@ class Service:
         | types.SaveWeightsForSamplerRequest
         | types.SaveWeightsExternalRequest,
     ) -> About:
-        ttl, now = request.ttl_seconds, time.time()
-        if ttl is not None and not _TTL[0] <= ttl <= _TTL[1]:
-            raise DataError(f"out-of-range: ttl_seconds = {ttl}; use {_TTL[0]} to {_TTL[1]}")
+        now = time.time()
         return About(
             owner=client.user,
             base_model=client.base.name,
             adapters=None if client.spec is None else asdict(client.spec),
             seq=request.seq_id or 0,
             time=now,
-            expires_at=None if ttl is None else now + ttl,
+            expires_at=expiry(request.ttl_seconds, now=now),
             user_metadata=dict(getattr(request, "user_metadata", None) or {}),
             client_metadata=client.metadata,
         )

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ _TOKEN = re.compile(r"tml-[A-Za-z0-9_-]{32,512}", re.ASCII)
 _EPHEMERAL = "ephemeral-"
 _KEPT_EPHEMERAL = 8
 """Unnamed sampler weights that are kept for each model."""
+_TTL = (3600, 10 * 366 * 86400)
+"""Seconds that a checkpoint may be given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +195,8 @@ class Store:
 
     def has(self, saved: Checkpoint) -> bool:
         """Whether a checkpoint is still there, and not another one of its name."""
-        return _about(saved.folder) == saved.about
+        there = _about(saved.folder)
+        return there is not None and replace(there, expires_at=saved.about.expires_at) == saved.about
 
     def models(self) -> list[str]:
         """Return the training clients that have a folder, those of ended sessions too."""
@@ -219,9 +222,34 @@ class Store:
                     found.append(Checkpoint(model_id, kind, entry.name, entry, about))
         return found
 
+    def set_ttl(self, path: str, ttl_seconds: int | None, *, owner: str) -> None:
+        """Let a checkpoint expire that many seconds from now; None: never.
+
+        Raises:
+            DataError: see `find` and `expiry`.
+            CheckpointError: the disk is full, or the like.
+        """
+        saved = self.find(path, owner=owner)
+        about = replace(saved.about, expires_at=expiry(ttl_seconds, now=time.time()))
+        try:
+            write_json(saved.folder / _ABOUT, asdict(about))
+        except OSError as error:
+            raise cannot_write(CheckpointError, saved.folder, error, "make room in --dir") from error
+
     def delete(self, path: str, *, owner: str) -> None:
         """Remove a checkpoint. Raises DataError: see `find`."""
         shutil.rmtree(self.find(path, owner=owner).folder)
+
+
+def expiry(ttl_seconds: int | None, *, now: float) -> float | None:
+    """Return when a checkpoint expires. Raises DataError: sooner or later than the API allows."""
+    if ttl_seconds is None:
+        return None
+    if not _TTL[0] <= ttl_seconds <= _TTL[1]:
+        raise DataError(
+            f"out-of-range: ttl_seconds = {ttl_seconds}; use {_TTL[0]} to {_TTL[1]}", field="ttl_seconds"
+        )
+    return now + ttl_seconds
 
 
 def read_tokens(path: Path) -> dict[str, str]:

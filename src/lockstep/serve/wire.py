@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, StrictInt, ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
@@ -91,6 +91,12 @@ class SampleRequest:
     """[P - 1, K] int64: ids to score in place of each token of the prompt but the first; -1: none."""
     size: int
     """Bytes of the request."""
+
+
+class TTLRequest(BaseModel):
+    """When a checkpoint expires; the client has no type for it."""
+
+    ttl_seconds: StrictInt | None
 
 
 def parse(kind: type[Message], body: bytes) -> Message:
