@@ -28,6 +28,7 @@ def test_the_policy_reads_what_the_game_says(tmp_path: Path, monkeypatch: pytest
     settings: dict[str, Any] = {
         "warm_start": str(warm_start),
         "model.name": str(save(tmp_path / "model")),
+        "model.dtype": "float32",  # auto is bfloat16 on some CPUs
         "run_dir": str(tmp_path / "run"),
         "steps": 1,
         "rollout.group_size": 2,
