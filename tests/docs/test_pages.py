@@ -143,6 +143,11 @@ SELDOM = {  # they need a failure, a reward model, a GPU, or a check between ste
     "memory/train_peak_gib",
     "memory/update_peak_gib",
     "throughput/mfu",
+    *("rollout/turns", "rollout/turns_max", "rollout/branches", "rollout/failed_episodes"),  # several turns
+    *("rollout/ended_done", "_length", "_turns", "_tokens"),
+    *("rollout/tool_calls", "rollout/tool_errors", "rollout/tool_errors/KIND", "rollout/tool_seconds"),
+    *("rollout/template_mismatches", "rollout/template_mismatches/CAUSE", "rollout/noncanonical_turns"),
+    *("time/environment", "time/token_checks"),
 }
 
 
@@ -215,12 +220,25 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path, monkeypatch: pytes
     equal = load_run("tiny", kind="grpo", overrides=to_the_bit)
     assert isinstance(equal, GRPORun)
     loops.train(equal)
+    ahead = {
+        "steps": 2,
+        "run_dir": str(tmp_path / "ahead"),
+        "model.name": "shape:tiny-qwen3-moe",
+        "engine.name": "native",
+        "engine.max_batch": 96,  # half of the next step's rollouts begin
+        "rollout.max_lag": 1,
+        "algorithm.rollout_correction.kind": "tis",
+        "train.router_aux_loss": 0.01,
+        "train.router_z_loss": 0.01,
+        "train.route_changes_every": 1,
+    }
+    loops.train(load_run("tiny", kind="grpo", overrides=ahead))
     critic = {"steps": 1, "run_dir": str(tmp_path / "ppo"), "algorithm.kl.coef": 0.01}
     ppo = load_run("tiny-ppo", kind="ppo", overrides=critic | {"algorithm.missing_end_penalty": 0.1})
     assert isinstance(ppo, PPORun)
     loops.train(ppo)
 
-    real = set().union(*(logged(tmp_path / name) for name in ("grpo", "sft", "math", "bits", "ppo")))
+    real = set().union(*(logged(tmp_path / name) for name in ("grpo", "sft", "math", "bits", "ahead", "ppo")))
     named = documented()
     kinds = "ids|overlong|missing_end|kl|math|length|verifier"
     by_name = {re.sub(rf"^reward/({kinds})(?=$|/)", "reward/NAME", name) for name in real}
