@@ -1,14 +1,15 @@
 """Training clients on several ranks: every rank has a replica of each model and computes its share of a call.
 
-    rank 0    HTTP, sessions, checkpoints, sampling; its worker's thread broadcasts an Order and executes it
-    others    `follow`: wait for an Order, execute it, and so on
+    rank 0    HTTP, sessions, checkpoints, sampling; its worker's thread broadcasts a Command and executes it
+    others    `follow`: wait for a Command and execute it, until "end"
 
-Datum k of an optimizer step goes to rank k % N, over all calls of the step. So chunks of a call never change
-a bit: each rank adds up the same gradients in the same order. Their sums over ranks are made once a step, and
-then each rank takes the same optimizer step. A row's logprobs do not depend on the rank that computes them.
+Datum k of an optimizer step goes to rank k % N, counted over all calls of the step, so splitting a call into
+chunks changes no bit: each rank accumulates the same gradients in the same order. They are all-reduced once
+per optimizer step, and every rank takes the same step. The forward is batch-invariant, so logprobs do not
+depend on the rank.
 
-Every wait has the deadline of the ranks. Rank 0 sends an idle Order every few seconds, so that
-waiting for the next one has it too.
+Every collective has a deadline. Rank 0 broadcasts "idle" every few seconds, so waiting for the next Command
+has one too.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class SentDatum:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """What every rank does next, all in the same order."""
+class Command:
+    """What every rank executes next."""
 
-    does: Literal["make", "forward", "train", "step", "idle", "end"]
+    op: Literal["make", "forward", "train", "step", "idle", "end"]
     model: int = 0
     """The number of a model."""
     dropped: list[int] = field(default_factory=list)
@@ -77,9 +78,10 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one rank's datums came to."""
+    """The results of one rank's datums, in the order of the request."""
 
     logprobs: list[list[float]]
+    """[L] of each datum."""
     losses: list[float]
 
 
@@ -118,38 +120,38 @@ class RankModels:
     ) -> RankedModel:
         """Make a model on every rank: a new one, or one that was saved. Raises as TrainingModel.load."""
         number = next(self._numbers)
-        order = Order(
-            does="make", model=number, base=base.name, spec=spec, folder=folder, optimizer=optimizer
+        command = Command(
+            op="make", model=number, base=base.name, spec=spec, folder=folder, optimizer=optimizer
         )
-        self.order(order)
+        self.send(command)
         model = RankedModel(number, self._replicas[number].model, self)
         weakref.finalize(model, self._dropped.append, number)
         return model
 
-    def order(self, order: Order) -> Any:
-        """Have every rank do this; returns what it comes to. From one thread only."""
+    def send(self, command: Command) -> Any:
+        """Have every rank execute a command; returns the result. From one thread only."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        order = dataclasses.replace(order, dropped=dropped)
-        return self._execute(self._ranks.broadcast(order, Order, what=f"order {order.does!r}"))
+        command = dataclasses.replace(command, dropped=dropped)
+        return self._execute(self._ranks.broadcast(command, Command, what=f"command {command.op!r}"))
 
     def idle(self) -> None:
         """Tell the others that this rank is there."""
-        self.order(Order(does="idle"))
+        self.send(Command(op="idle"))
 
     def end(self) -> None:
         """Let the others end."""
-        self.order(Order(does="end"))
+        self.send(Command(op="end"))
 
     # the others
 
     def follow(self) -> None:
-        """Do what rank 0 orders until it ends."""
+        """Execute what rank 0 broadcasts, until it ends."""
         while True:
-            order = self._ranks.broadcast(Order(does="idle"), Order, what="the next order")
-            if order.does == "end":
+            command = self._ranks.broadcast(Command(op="idle"), Command, what="the next command")
+            if command.op == "end":
                 return
             try:
-                self._execute(order)
+                self._execute(command)
             except PeerFailed:  # a bug fails a request on rank 0; the ranks are in step
                 continue
             except RankError:
@@ -159,58 +161,60 @@ class RankModels:
 
     # every rank
 
-    def _execute(self, order: Order) -> Any:
-        for number in order.dropped:
+    def _execute(self, command: Command) -> Any:
+        for number in command.dropped:
             self._replicas.pop(number, None)  # None: it could not be made
-        executed: Mapping[str, Callable[[Order], Any]] = {
+        executed: Mapping[str, Callable[[Command], Any]] = {
             "make": self._make,
             "forward": self._forward,
             "train": self._train,
             "step": self._step,
         }
-        return executed[order.does](order) if order.does in executed else None
+        return executed[command.op](command) if command.op in executed else None
 
-    def _gathered(self, make: Callable[[], T], kind: Any, order: Order) -> list[T]:
+    def _gathered(self, make: Callable[[], T], kind: Any, command: Command) -> list[T]:
         def guarded() -> T:
             try:
                 return make()
             except Exception as error:
                 if isinstance(error, LockstepError) or not is_out_of_memory(error):
                     raise
-                raise no_memory(f"{order.does!r} of model {order.model}", error) from None
+                raise no_memory(f"{command.op!r} of model {command.model}", error) from None
 
-        return self._ranks.gather_results(guarded, kind, what=f"{order.does!r} of model {order.model}")
+        return self._ranks.gather_results(guarded, kind, what=f"{command.op!r} of model {command.model}")
 
-    def _make(self, order: Order) -> None:
-        base, made = self._bases[order.base], []
+    def _make(self, command: Command) -> None:
+        base, made = self._bases[command.base], []
 
         def make() -> None:
-            if order.folder is None:
-                made.append(TrainingModel(base, order.spec))
+            if command.folder is None:
+                made.append(TrainingModel(base, command.spec))
             else:
-                made.append(TrainingModel.load(base, order.spec, order.folder, optimizer=order.optimizer))
+                made.append(
+                    TrainingModel.load(base, command.spec, command.folder, optimizer=command.optimizer)
+                )
 
-        self._gathered(make, JsonValue, order)
-        self._replicas[order.model] = Replica(made[0])
+        self._gathered(make, JsonValue, command)
+        self._replicas[command.model] = Replica(made[0])
 
-    def _mine(self, order: Order, taken: int) -> list[Datum]:
+    def _mine(self, command: Command, taken: int) -> list[Datum]:
         first = (self._ranks.rank - taken) % self._ranks.world_size
-        return [datum.datum() for datum in order.datums[first :: self._ranks.world_size]]
+        return [datum.datum() for datum in command.datums[first :: self._ranks.world_size]]
 
     def _in_order(self, shares: Sequence[list[T]], taken: int) -> list[T]:
         """Put what each rank has of its own datums into the order of the request."""
         parts, size = [iter(share) for share in shares], self._ranks.world_size
         return [next(parts[(taken + index) % size]) for index in range(sum(map(len, shares)))]
 
-    def _forward(self, order: Order) -> list[Tensor]:
-        model, mine = self._replicas[order.model].model, self._mine(order, 0)
-        shares = self._gathered(lambda: _lists(model.forward(mine)), list[list[float]], order)
+    def _forward(self, command: Command) -> list[Tensor]:
+        model, mine = self._replicas[command.model].model, self._mine(command, 0)
+        shares = self._gathered(lambda: _lists(model.forward(mine)), list[list[float]], command)
         return _tensors(self._in_order(shares, 0))
 
-    def _train(self, order: Order) -> tuple[list[Tensor], dict[str, float]]:
-        replica = self._replicas[order.model]
+    def _train(self, command: Command) -> tuple[list[Tensor], dict[str, float]]:
+        replica = self._replicas[command.model]
         model, taken = replica.model, replica.taken
-        mine, loss = self._mine(order, taken), cast(ServedLoss, order.loss)
+        mine, loss = self._mine(command, taken), cast(ServedLoss, command.loss)
 
         def share() -> Share:
             if not mine:
@@ -220,17 +224,17 @@ class RankModels:
 
         # Another rank's datum may be the one that fails: this rank drops the gradients of its own then.
         with model.backend.keeping_gradients():
-            shares = self._gathered(share, Share, order)
-        replica.taken += len(order.datums)
+            shares = self._gathered(share, Share, command)
+        replica.taken += len(command.datums)
         logprobs = self._in_order([share.logprobs for share in shares], taken)
         losses = self._in_order([share.losses for share in shares], taken)
         return _tensors(logprobs), loss.total(losses)
 
-    def _step(self, order: Order) -> dict[str, float]:
-        replica, adam = self._replicas[order.model], cast(AdamSettings, order.adam)
-        replica.model.backend.add_up_gradients(self._ranks)
+    def _step(self, command: Command) -> dict[str, float]:
+        replica, adam = self._replicas[command.model], cast(AdamSettings, command.adam)
+        replica.model.backend.all_reduce_gradients(self._ranks)
         try:
-            made = self._gathered(lambda: replica.model.optim_step(adam), dict[str, float], order)
+            made = self._gathered(lambda: replica.model.optim_step(adam), dict[str, float], command)
         finally:
             replica.taken = 0
         return made[0]
@@ -250,7 +254,7 @@ class RankedModel:
     def forward(self, datums: Sequence[Datum]) -> list[Tensor]:
         """See TrainingModel."""
         sent = [SentDatum.of(datum) for datum in datums]
-        logprobs: list[Tensor] = self._ranks.order(Order(does="forward", model=self._number, datums=sent))
+        logprobs: list[Tensor] = self._ranks.send(Command(op="forward", model=self._number, datums=sent))
         return logprobs
 
     def forward_backward(
@@ -258,13 +262,13 @@ class RankedModel:
     ) -> tuple[list[Tensor], dict[str, float]]:
         """See TrainingModel."""
         sent = [SentDatum.of(datum) for datum in datums]
-        order = Order(does="train", model=self._number, datums=sent, loss=loss)
-        results: tuple[list[Tensor], dict[str, float]] = self._ranks.order(order)
+        command = Command(op="train", model=self._number, datums=sent, loss=loss)
+        results: tuple[list[Tensor], dict[str, float]] = self._ranks.send(command)
         return results
 
     def optim_step(self, adam: AdamSettings) -> dict[str, float]:
         """See TrainingModel."""
-        metrics: dict[str, float] = self._ranks.order(Order(does="step", model=self._number, adam=adam))
+        metrics: dict[str, float] = self._ranks.send(Command(op="step", model=self._number, adam=adam))
         return metrics
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -96,6 +97,8 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._changing = threading.Lock()
+        """Held while a checkpoint is replaced or its about.json rewritten."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def folder(self, model_id: str) -> Path:
@@ -150,9 +153,10 @@ class Store:
             write_json(building / _ABOUT, asdict(about))
             sync_folder(building)
             replaced = None
-            if folder.exists():  # set aside, not removed: a crash here must not lose both
-                replaced = folder.rename(parent / f".{secrets.token_hex(8)}")
-            building.rename(folder)
+            with self._changing:
+                if folder.exists():  # set aside, not removed: a crash here must not lose both
+                    replaced = folder.rename(parent / f".{secrets.token_hex(8)}")
+                building.rename(folder)
             if replaced is not None:
                 shutil.rmtree(replaced)
         except BaseException as error:
@@ -229,12 +233,13 @@ class Store:
             DataError: see `find` and `expiry`.
             CheckpointError: the disk is full, or the like.
         """
-        saved = self.find(path, owner=owner)
-        about = replace(saved.about, expires_at=expiry(ttl_seconds, now=time.time()))
-        try:
-            write_json(saved.folder / _ABOUT, asdict(about))
-        except OSError as error:
-            raise cannot_write(CheckpointError, saved.folder, error, "make room in --dir") from error
+        expires_at = expiry(ttl_seconds, now=time.time())
+        with self._changing:
+            saved = self.find(path, owner=owner)
+            try:
+                write_json(saved.folder / _ABOUT, asdict(replace(saved.about, expires_at=expires_at)))
+            except OSError as error:
+                raise cannot_write(CheckpointError, saved.folder, error, "make room in --dir") from error
 
     def delete(self, path: str, *, owner: str) -> None:
         """Remove a checkpoint. Raises DataError: see `find`."""
@@ -242,7 +247,14 @@ class Store:
 
 
 def expiry(ttl_seconds: int | None, *, now: float) -> float | None:
-    """Return when a checkpoint expires. Raises DataError: sooner or later than the API allows."""
+    """Return when a checkpoint expires, in seconds since the epoch; None: never.
+
+    Args:
+        ttl_seconds: from `now` on.
+
+    Raises:
+        DataError: the API allows 1 hour to 10 years.
+    """
     if ttl_seconds is None:
         return None
     if not _TTL[0] <= ttl_seconds <= _TTL[1]:

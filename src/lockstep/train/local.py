@@ -223,7 +223,7 @@ class LocalBackend(MasterBackend):
                 self._pending = pending
             raise
 
-    def add_up_gradients(self, ranks: RankContext) -> None:
+    def all_reduce_gradients(self, ranks: RankContext) -> None:
         """Replace the gradients since the last optimizer step by their sums over ranks, each of which has a
         backend of its own with the same weights. Collective.
 
@@ -234,12 +234,12 @@ class LocalBackend(MasterBackend):
         used = ranks.gather([g is not None for g in own], list[bool], what="which gradients there are")
         sums = self._gradients.zeros_for_unused(own, [any(on_ranks) for on_ranks in zip(*used, strict=True)])
 
-        def add_up() -> None:
+        def all_reduce() -> None:
             for gradient in sums:
                 if gradient is not None:
                     dist.all_reduce(gradient)
 
-        ranks.wait_for(add_up, "the gradients of a step")
+        ranks.wait_for(all_reduce, "the gradients of a step")
         self._gradients.replace(sums)
 
     def live_gradients(self) -> dict[str, Tensor]:
