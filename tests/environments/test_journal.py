@@ -87,6 +87,16 @@ sampling = {{ max_tokens = 8, temperature = 0.05 }}
 PROGRAM = Path(__file__).with_name("killed_run.py")
 
 
+def write_run(folder, config, draws=DRAWS):
+    """Write what a run with the tool needs."""
+    folder.mkdir(exist_ok=True)
+    (folder / "draws.py").write_text(draws)
+    (folder / "template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": "Go.", "word": word} for word in ("a", "b")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.toml").write_text(config)
+
+
 @pytest.fixture
 def start(tiny_folder, tmp_path):
     """Run the program in a folder of its own, and return its exit status."""
@@ -94,12 +104,7 @@ def start(tiny_folder, tmp_path):
 
     def start(name, *arguments, draws=DRAWS, steps=4):
         folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        (folder / "draws.py").write_text(draws)
-        (folder / "template.jinja").write_text(TEMPLATE)
-        rows = [{"prompt": "Go.", "word": word} for word in ("a", "b")]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (folder / "run.toml").write_text(CONFIG.format(steps=steps, model=model))
+        write_run(folder, CONFIG.format(steps=steps, model=model), draws=draws)
         command = [sys.executable, str(PROGRAM), "run.toml", "run", *map(str, arguments)]
         done = subprocess.run(command, cwd=folder, timeout=280, capture_output=True, text=True, check=False)
         assert done.returncode in (0, -signal.SIGKILL), done.stdout + done.stderr

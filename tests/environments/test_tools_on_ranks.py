@@ -1,6 +1,5 @@
 """Tools on several ranks: each rank that samples has processes of its own for them, the others have none."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from starting import succeeds
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_journal import CALL, CONFIG, DRAWS, TEMPLATE, calls_of, metrics_of
+from test_journal import CALL, CONFIG, calls_of, metrics_of, write_run
 
 RANKS = {"alone": (1, ""), "apart": (2, ""), "together": (2, "tp = 2\n")}
 """Ranks, and what is set in [train]. together: two ranks run one engine, and the first has the tools."""
@@ -23,13 +22,8 @@ def test_the_calls_of_two_ranks_are_those_of_one(tiny_folder: Path, tmp_path: Pa
     seen = {}
     for name, (ranks, train) in RANKS.items():
         folder = tmp_path / name
-        folder.mkdir()
-        (folder / "draws.py").write_text(DRAWS)
-        (folder / "template.jinja").write_text(TEMPLATE)
-        rows = [{"prompt": "Go.", "word": word} for word in ("a", "b")]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         more = f'\n[engine]\nname = "native"\n\n[train]\nbackend = "fsdp2"\nbatch_invariant = true\n{train}'
-        (folder / "run.toml").write_text(CONFIG.format(steps=2, model=model) + more)
+        write_run(folder, CONFIG.format(steps=2, model=model) + more)
         succeeds("train", "run.toml", "--run-dir", "run", "--ranks", str(ranks), cwd=folder, seconds=250)
         lines = metrics_of(folder)
         assert all(line["logprob_gap_max"] == 0.0 for line in lines)

@@ -20,11 +20,10 @@ sys.path.insert(0, str(ENVIRONMENTS))
 from test_journal import (  # noqa: E402
     CALL,
     CONFIG,
-    DRAWS,
-    TEMPLATE,
     calls_of,
     metrics_of,
     weights_of,
+    write_run,
 )
 
 LAG, SAMPLES = 2, 4
@@ -55,14 +54,9 @@ def start(tiny_folder: Path, tmp_path: Path) -> Start:
 
     def start(name: str, *arguments: object, apart: bool = False) -> int:
         folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        (folder / "draws.py").write_text(DRAWS)
-        (folder / "template.jinja").write_text(TEMPLATE)
-        rows = [{"prompt": "Go.", "word": word} for word in ("a", "b")]
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         engine, deterministic = ('process = "separate"', "false") if apart else ("", "true")
-        text = LAGGED.format(steps=4, model=model, engine=engine, deterministic=deterministic)
-        (folder / "run.toml").write_text(text)
+        config = LAGGED.format(steps=4, model=model, engine=engine, deterministic=deterministic)
+        write_run(folder, config)
         command = [sys.executable, str(ENVIRONMENTS / "killed_run.py"), "run.toml", "run"]
         command += map(str, arguments)
         done = subprocess.run(command, cwd=folder, timeout=280, capture_output=True, text=True, check=False)
