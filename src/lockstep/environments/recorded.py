@@ -119,6 +119,7 @@ class RecordedInstance:
                 self._tip = self._key
                 once = interrupted is not None
                 call = asyncio.ensure_future(self._made(ask, instance, self._key, once=once))
+                # Its error is raised where it is awaited, perhaps by a later `run`.
                 call.add_done_callback(lambda one: one.cancelled() or one.exception())
             self._calls[self._key] = call
         entry = await self._awaited(call)
